@@ -50,7 +50,6 @@ from kvspec.models.fields import (
     delta_attention,
     dense_first,
     divided_heads,
-    even_window,
     every,
     first_of,
     global_sizes,
@@ -96,8 +95,8 @@ class State:
     ssm_dtype: str | None = attrs.field(default=None, kw_only=True)
 
 
-def _split(names: str) -> tuple[str, ...]:
-    return tuple(names.split())
+def _split(names: str | tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(names.split()) if isinstance(names, str) else names
 
 
 @attrs.frozen
@@ -142,6 +141,8 @@ class Architecture:
         only: The only value of a field besides null on which engines agree, and what they do with
             others.
         ints: Fields that must be an int if the config has them: null is invalid for the class.
+        float16: Whether vLLM runs the model with float16.
+        reads: Keys for a size that only some classes read, such as ``num_kv_heads``.
         defaults: Values that the model class supplies if the config omits them.
     """
 
@@ -170,11 +171,17 @@ class Architecture:
     products: Mapping[str, str] = attrs.field(factory=dict, kw_only=True)
     only: Mapping[str, tuple[object, str]] = attrs.field(factory=dict, kw_only=True)
     ints: tuple[str, ...] = attrs.field(default=(), kw_only=True)
+    float16: bool = attrs.field(default=True, kw_only=True)
+    reads: tuple[str, ...] = attrs.field(default="", converter=_split, kw_only=True)
     defaults: Mapping[str, object] = attrs.field(factory=dict, kw_only=True)
 
 
 _KV_HEADS_FIELD = ("num_key_value_heads",)
 _BOTH = (*_KV_HEADS_FIELD, "head_dim")
+# Some engines divide the hidden size by the heads, even if the config has another head size.
+_DIVIDED = {"num_attention_heads*head_dim": "hidden_size"}
+# Each attention head of these classes has keys, even if the config has fewer KV heads.
+_PLAIN_HEADS = {**_DIVIDED, "num_key_value_heads": "num_attention_heads"}
 _MIXER = "model.layers.{}.mixer"
 _MAMBA1 = {"intermediate_size": "intermediate_size", "state_size": "state_size"}
 _MAMBA2 = {
@@ -230,21 +237,26 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Architecture("AriaForConditionalGeneration AriaTextForCausalLM aria_text", required=_BOTH),
     Architecture("ApertusForCausalLM apertus"),
     Architecture("BitNetForCausalLM bitnet", required=_KV_HEADS_FIELD),
-    Architecture("CohereForCausalLM cohere"),
+    Architecture("CohereForCausalLM cohere", products=_DIVIDED),
     Architecture("Ernie4_5ForCausalLM Ernie4_5_ForCausalLM ernie4_5", required=_BOTH),
     Architecture("Ernie4_5_MoeForCausalLM ernie4_5_moe", required=_KV_HEADS_FIELD),
     Architecture("ernie4_5_vl_moe_text", required=_KV_HEADS_FIELD),
     Architecture("FlexOlmoForCausalLM flex_olmo"),
     Architecture("GemmaForCausalLM gemma", required=_KV_HEADS_FIELD, defaults={"head_dim": 256}),
     Architecture("GlmForCausalLM glm", required=_KV_HEADS_FIELD, defaults={"head_dim": 128}),
-    Architecture("Glm4ForCausalLM glm4", required=_KV_HEADS_FIELD, defaults={"head_dim": 128}),
+    Architecture(
+        "Glm4ForCausalLM glm4",
+        required=_KV_HEADS_FIELD,
+        float16=False,
+        defaults={"head_dim": 128},
+    ),
     Architecture("Glm4MoeForCausalLM glm4_moe", required=_KV_HEADS_FIELD),
     Architecture("glm4v_text", required=_KV_HEADS_FIELD),
     Architecture("glm4v_moe_text", required=_KV_HEADS_FIELD),
     Architecture("GlmOcrForConditionalGeneration glm_ocr_text", required=_KV_HEADS_FIELD),
     Architecture("GraniteForCausalLM granite"),
-    Architecture("GraniteMoeForCausalLM granitemoe"),
-    Architecture("GraniteMoeSharedForCausalLM granitemoeshared"),
+    Architecture("GraniteMoeForCausalLM granitemoe", products=_DIVIDED),
+    Architecture("GraniteMoeSharedForCausalLM granitemoeshared", products=_DIVIDED),
     Architecture("HunYuanDenseV1ForCausalLM hunyuan_v1_dense"),
     Architecture("HunYuanMoEV1ForCausalLM hunyuan_v1_moe"),
     Architecture("HYV3ForCausalLM hy_v3", required=_BOTH),
@@ -252,30 +264,47 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Architecture("Jais2ForCausalLM jais2"),
     Architecture("MiniMaxM2ForCausalLM minimax_m2", required=_BOTH),
     Architecture("NemotronForCausalLM nemotron", required=_KV_HEADS_FIELD),
-    Architecture("OlmoForCausalLM olmo"),
-    Architecture("Olmo2ForCausalLM olmo2"),
-    Architecture("OlmoeForCausalLM olmoe"),
+    Architecture("OlmoForCausalLM olmo", products=_DIVIDED),
+    Architecture("Olmo2ForCausalLM olmo2", products=_DIVIDED),
+    Architecture("OlmoeForCausalLM olmoe", products=_DIVIDED),
     Architecture("molmo2_text", required=_BOTH),
-    Architecture("MptForCausalLM mpt", attention="transformer.blocks.{}.attn.attn"),
+    Architecture(
+        "MptForCausalLM mpt", attention="transformer.blocks.{}.attn.attn", products=_PLAIN_HEADS
+    ),
     Architecture("paddleocr_vl_text", required=_BOTH),
-    Architecture("PersimmonForCausalLM persimmon"),
-    Architecture("PhiForCausalLM phi"),
+    Architecture("PersimmonForCausalLM persimmon", products=_PLAIN_HEADS),
+    Architecture("PhiForCausalLM phi", products=_DIVIDED),
     Architecture("qwen3_omni_moe_text", required=_KV_HEADS_FIELD),
     Architecture("qwen3_vl_text", required=_BOTH),
     Architecture("qwen3_vl_moe_text", required=_KV_HEADS_FIELD),
     Architecture("SeedOssForCausalLM seed_oss", required=_BOTH),
     Architecture("SolarOpenForCausalLM solar_open", required=_BOTH),
-    Architecture("StableLmForCausalLM stablelm", required=_KV_HEADS_FIELD),
-    Architecture("FalconForCausalLM falcon", attention=_BLOOM, defaults={"multi_query": True}),
-    Architecture("BloomForCausalLM bloom", attention=_BLOOM),
-    Architecture("GPT2LMHeadModel gpt2", attention=_GPT),
+    Architecture("StableLmForCausalLM stablelm", required=_KV_HEADS_FIELD, products=_DIVIDED),
+    Architecture(
+        "FalconForCausalLM falcon",
+        reads="num_kv_heads n_head_kv",
+        attention=_BLOOM,
+        defaults={"multi_query": True},
+        products=_DIVIDED,
+    ),
+    Architecture("BloomForCausalLM bloom", attention=_BLOOM, products=_PLAIN_HEADS),
+    Architecture("GPT2LMHeadModel gpt2", attention=_GPT, products=_PLAIN_HEADS),
     Architecture(
         "GPTBigCodeForCausalLM gpt_bigcode",
         attention="model.h.{}.attn.attn",
         defaults={"multi_query": True},
+        products=_DIVIDED,
     ),
-    Architecture("GPTNeoXForCausalLM gpt_neox", attention="model.layers.{}.attention.attn"),
-    Architecture("OPTForCausalLM opt", attention="model.decoder.layers.{}.self_attn.attn"),
+    Architecture(
+        "GPTNeoXForCausalLM gpt_neox",
+        attention="model.layers.{}.attention.attn",
+        products=_PLAIN_HEADS,
+    ),
+    Architecture(
+        "OPTForCausalLM opt",
+        attention="model.decoder.layers.{}.self_attn.attn",
+        products=_PLAIN_HEADS,
+    ),
     # Every layer has a sliding window if the config has one.
     Architecture(
         "MistralForCausalLM mistral",
@@ -291,14 +320,26 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         defaults={"sliding_window": 4096},
     ),
     Architecture("Ministral3ForCausalLM ministral3", window, required=_BOTH),
-    Architecture("MixtralForCausalLM mixtral", window, required=_KV_HEADS_FIELD),
+    Architecture("MixtralForCausalLM mixtral", window, required=_KV_HEADS_FIELD, products=_DIVIDED),
     Architecture("Phi3ForCausalLM phi3", window),
     Architecture("PhiMoEForCausalLM PhimoeForCausalLM phimoe", window, required=_KV_HEADS_FIELD),
-    Architecture("Starcoder2ForCausalLM starcoder2", window, required=_KV_HEADS_FIELD),
-    # Most published configs have a window, but turn it off with ``use_sliding_window``.
-    Architecture("Qwen2ForCausalLM qwen2", upper_window, required=_KV_HEADS_FIELD, defaults=_QWEN),
     Architecture(
-        "Qwen2MoeForCausalLM qwen2_moe", even_window, required=_KV_HEADS_FIELD, defaults=_QWEN
+        "Starcoder2ForCausalLM starcoder2", window, required=_KV_HEADS_FIELD, products=_DIVIDED
+    ),
+    # Most published configs have a window, but turn it off with ``use_sliding_window``.
+    Architecture(
+        "Qwen2ForCausalLM qwen2",
+        upper_window,
+        required=_KV_HEADS_FIELD,
+        defaults=_QWEN,
+        products=_DIVIDED,
+    ),
+    Architecture(
+        "Qwen2MoeForCausalLM qwen2_moe",
+        required=_KV_HEADS_FIELD,
+        only={"use_sliding_window": (False, "only transformers has windows for some layers")},
+        defaults=_QWEN,
+        products=_DIVIDED,
     ),
     Architecture("Qwen3ForCausalLM qwen3", upper_window, required=_BOTH, defaults=_QWEN),
     Architecture(
@@ -314,6 +355,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         "Qwen2VLForConditionalGeneration Qwen2_5_VLForConditionalGeneration"
         " qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text qwen2_5_omni_text",
         upper_window,
+        products=_DIVIDED,
         required=_KV_HEADS_FIELD,
         defaults={**_QWEN, "max_window_layers": 80},
         attention="language_model.model.layers.{}.self_attn.attn",
@@ -322,12 +364,15 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Architecture(
         "Gemma2ForCausalLM gemma2",
         every(2, "sliding_window"),
+        ruled=True,
         required=_KV_HEADS_FIELD,
+        float16=False,
         defaults={"head_dim": 256, "sliding_window": 4096},
     ),
     Architecture(
         "Gemma3ForCausalLM Gemma3ForConditionalGeneration gemma3_text gemma3",
         every("sliding_window_pattern", "sliding_window"),
+        float16=False,
         defaults={
             "num_attention_heads": 8,
             "num_key_value_heads": 4,
@@ -342,6 +387,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         # vLLM and SGLang read one token more than transformers, as the training did.
         wider=1,
         defaults={"sliding_window": 4096, "sliding_window_pattern": 4},
+        products=_DIVIDED,
     ),
     Architecture(
         "Cohere2MoeForCausalLM cohere2_moe",
@@ -414,12 +460,14 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         unlisted,
         required=_BOTH,
         by_layer=other_setting,
+        reads="num_attention_groups",
         only={"att_impl_type": ("GQA", "vLLM refuses another attention")},
     ),
     Architecture(
         "Olmo3ForCausalLM olmo3",
         every(4, "sliding_window"),
         defaults={"sliding_window": 4096},
+        products=_DIVIDED,
     ),
     Architecture(
         "ExaoneMoeForCausalLM ExaoneMoEForCausalLM exaone_moe",
@@ -437,6 +485,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Architecture(
         "GptOssForCausalLM gpt_oss",
         every(2, "sliding_window"),
+        ruled=True,
         attention="model.layers.{}.attn.attn",
         required=_BOTH,
         # The published configs name no dtype. Their unquantised tensors are bfloat16.
@@ -445,6 +494,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Architecture(
         "Llama4ForCausalLM Llama4ForConditionalGeneration llama4_text llama4",
         chunked_layers,
+        ruled=True,
         required=_KV_HEADS_FIELD,
         defaults={"head_dim": 128, "attention_chunk_size": 8192, "no_rope_layer_interval": 4},
     ),
@@ -455,6 +505,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         ruled=True,
         required=_BOTH,
         values="v_head_dim",
+        reads="sliding_window_size",
         by_layer=window_sizes,
     ),
     # Keys of an encoder.
@@ -462,9 +513,14 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         "WhisperForConditionalGeneration whisper",
         all_layers("full cross"),
         counted="decoder_layers",
+        reads="decoder_attention_heads",
+        only={"sliding_window": (None, "vLLM applies it, and others do not")},
         # The plain names of these fields belong to the encoder.
         required=("decoder_attention_heads",),
-        products={"num_key_value_heads": "decoder_attention_heads"},
+        products={
+            "num_key_value_heads": "decoder_attention_heads",
+            "decoder_attention_heads*head_dim": "hidden_size",
+        },
         attention=".decoder.layers.{}.layers.self_attn.attn",
         cross=".decoder.layers.{}.layers.encoder_attn.attn",
     ),
@@ -520,6 +576,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         "DeepseekV41ForCausalLM deepseek_v41 deepseek_v41_text",
         shared_ratios,
         compressed=shared_groups,
+        only={"layer_types": (None, "compress_ratios lists the layers")},
         defaults={"head_dim": 512, "sliding_window": 128, "index_head_dim": 128},
     ),
     # Recurrent layers, with or without attention layers.
@@ -543,6 +600,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         every(4, "state"),
         state=State(*_DELTA_NET),
         defaults={"linear_conv_kernel_dim": 4},
+        products=_DIVIDED,
     ),
     Architecture(
         "KimiLinearForCausalLM kimi_linear",
@@ -600,6 +658,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         # Newer configs list the layers, and do not count them.
         counted="layer_types",
         filled=counted_letters,
+        reads="attention_head_dim",
         required=_BOTH,
         attention="model.layers.{}.mixer.attn",
         state=State(
@@ -624,6 +683,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         all_layers("state"),
         types=_MAMBA_TYPES,
         state=State("mamba", _MIXER, "mamba2", _MAMBA2),
+        products=_DIVIDED,
     ),
     Architecture(
         "BambaForCausalLM bamba",
@@ -649,6 +709,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
                 "conv_kernel": "mamba_d_conv",
             },
         ),
+        products=_DIVIDED,
     ),
     Architecture(
         "Lfm2ForCausalLM lfm2",
@@ -661,12 +722,13 @@ ARCHITECTURES: tuple[Architecture, ...] = (
             "short_conv",
             {"conv_dim": "conv_dim", "conv_kernel": "conv_L_cache"},
         ),
+        products=_DIVIDED,
     ),
     Architecture(
         "Lfm2MoeForCausalLM lfm2_moe",
         unlisted,
         types=_CONV_TYPES,
-        products={"num_attention_heads*head_dim": "hidden_size"},
+        products=_DIVIDED,
         required=_KV_HEADS_FIELD,
         state=State(
             "short_conv",
@@ -693,6 +755,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         required=("attention_head_dim", "hidden_size", "num_attention_heads"),
         defaults={"mamba_expand": 2},
         keys="attention_head_dim",
+        reads="attention_head_dim",
         attention="model.attn.{nth}",
         types={"mamba": "state", "hybrid": "full state"},
         products={

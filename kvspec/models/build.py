@@ -33,13 +33,16 @@ from kvspec.inputs import positive_int
 from kvspec.models.architectures import ARCHITECTURES, NOT_YET, Architecture, State
 from kvspec.models.compressed import group_of, indexer_keys
 from kvspec.models.fields import (
+    MLA,
     ModelConfig,
     check_agreement,
+    check_keys,
     check_windows,
     fields_by_layer,
     indexer_layers,
     kinds_of,
     quantised_cache,
+    resolved_dtype,
 )
 from kvspec.ownership.dtypes import dtype_name, itemsize
 from kvspec.specs import (
@@ -92,8 +95,11 @@ def from_config(
         block_size: Tokens of one attention block. DeepSeek-V4 needs a multiple of 128. Its windows,
             compressors and rings have blocks of their own, as in vLLM.
         dtype: Element type of the attention cache. By default the dtype of the config, or
-            float8_e4m3fn if a ModelOpt checkpoint declares an fp8 cache. A latent has this type
-            too, so the rows of ``fp8_ds_mla``, which contain scales, need specs of your own.
+            float8_e4m3fn if a checkpoint of ModelOpt or compressed-tensors declares an fp8 cache.
+            If engines choose different types, as for float32, pass this argument. A latent has this
+            type too, so the rows of ``fp8_ds_mla``, which contain scales, need specs of your own.
+            On GPUs of compute capability 10, engines keep 8-bit latents for some models with an
+            indexer (GLM-5 in vLLM, all in SGLang) unless you choose the type: choose it there.
             Recurrent states have the same type, unless it is an 8-bit type. Engines use 8-bit types
             only for attention, so the states then have the dtype of the config. It must have one.
         ssm_dtype: Element type of the temporal state. By default that of vLLM: for Qwen3.5 the
@@ -121,8 +127,8 @@ def from_config(
     """
     outer = _load(config)
     row, text, prefix = _resolve(outer)
-    declared = _declared_dtype(text, outer, row.defaults)
-    quantised = quantised_cache(outer, text) if dtype is None else None
+    latents = row.latents or row.kinds is MLA
+    quantised = quantised_cache(outer, text, latents=latents) if dtype is None else None
     if quantised is not None and row.indexer:
         # Some backends store 576 bytes a token, others add scales: 656 bytes.
         rule = "8-bit latents of this model depend on the engine: pass the dtype of the cache"
@@ -130,6 +136,9 @@ def from_config(
     if dtype is None and row.compressed is not None:
         rule = "engines choose how to store these latents: pass bfloat16, float8_e4m3fn, or uint8"
         raise SpecError("dtype", None, rule=f"{rule} for the packed pages of fp8_ds_mla")
+    declared = None
+    if dtype is None or itemsize(dtype_name(dtype)) == 1:
+        declared = resolved_dtype(outer, text, row.defaults, float16=row.float16)
     wanted = (quantised or declared) if dtype is None else dtype
     if wanted is None:
         rule = "the config has no dtype or torch_dtype, so pass dtype"
@@ -139,7 +148,9 @@ def from_config(
     read = ModelConfig(text, row.defaults)
     read = attrs.evolve(read, values={**text, **row.filled(read)})
     check_agreement(read, row.products, row.only, row.ints)
-    kinds = kinds_of(read, row.kinds, row.counted, row.types, ruled=row.ruled)
+    check_keys(read, row.reads, row.names[0])
+    closed = row.compressed is not None
+    kinds = kinds_of(read, row.kinds, row.counted, row.types, ruled=row.ruled, closed=closed)
     if not row.indexer and not row.index_keys:
         check_windows(read, row.kinds, kinds)
     if row.latents:
@@ -286,13 +297,22 @@ class _Model:
         )
 
     def _kv_heads(self) -> int:
+        own = self.read.get("num_key_value_heads") is not None
+        heads = self.read.number("num_key_value_heads" if own else "num_attention_heads")
         # `multi_query` means one shared KV head. Falcon's new decoder keeps the flag in its
         # config, but ignores it and uses `num_kv_heads`.
-        newer = self.read.get("new_decoder_architecture") is True
-        if self.read.get("multi_query") is True and not newer:
+        flagged = "multi_query" in self.row.defaults
+        queries = self.read.get("num_attention_heads")
+        if isinstance(queries, int) and queries % heads:
+            raise SpecError("num_key_value_heads", heads, f"a divisor of the {queries} heads")
+        if not flagged or self.read.flag("new_decoder_architecture"):
+            return heads
+        if self.read.flag("multi_query"):
             return 1
-        own = self.read.get("num_key_value_heads") is not None
-        return self.read.number("num_key_value_heads" if own else "num_attention_heads")
+        if heads != self.read.number("num_attention_heads"):
+            rule = f"without multi_query, {self.row.names[0]} has num_attention_heads KV heads"
+            raise SpecError("num_key_value_heads", heads, rule=rule)
+        return heads
 
     def _head_size(self) -> int:
         if self.read.get(self.row.keys) is not None:
@@ -372,11 +392,6 @@ def _ssm_dtype(read: ModelConfig, state: State, states: object) -> object:
     return chosen
 
 
-def _declared_dtype(*configs: Mapping[str, object]) -> object:
-    values = (config.get(key) for config in configs for key in ("dtype", "torch_dtype"))
-    return next((value for value in values if value is not None), None)
-
-
 def _load(source: ConfigSource) -> Mapping[str, object]:
     if isinstance(source, Mapping):
         return source
@@ -414,10 +429,17 @@ def _resolve(outer: Mapping[str, object]) -> tuple[Architecture, Mapping[str, ob
         row = _row(_names(outer, "architectures") or types, outer)
         if row.shared and types and types[0] not in row.names:
             sizes = ("num_key_value_heads", "head_dim")
-            row = attrs.evolve(row, names=" ".join(row.names), required=sizes)
+            row = attrs.evolve(row, required=sizes)
+        elif types and _BY_NAME.get(types[0], row) is not row:
+            rule = f"not a type of {row.names[0]}: vLLM reads architectures, transformers this"
+            raise SpecError("model_type", types[0], rule=rule)
         return row, outer, ""
     inner = [*_names(text, "model_type"), *_names(text, "architectures")]
     row = _row([*inner, *_names(outer, "architectures"), *_names(outer, "model_type")], outer)
+    for name in _names(outer, "architectures"):
+        if _BY_NAME.get(name, row) is not row:
+            rule = f"the class has a language model of its own, no {row.names[0]}"
+            raise SpecError("architectures", outer.get("architectures"), rule=rule)
     return row, text, "" if row.attention.startswith("language_model.") else "language_model."
 
 

@@ -103,6 +103,10 @@ def compressed_groups(
         _num_speculative_tokens: Not used. Windows of the sums do not depend on it.
     """
     check_rates(read)
+    # vLLM follows this field, and transformers ``layer_types``.
+    if read.get("compress_ratios") is not None and ratios(read, len(kinds)) != kinds:
+        rule = "layer_types describes other layers, and engines follow different fields"
+        raise SpecError("compress_ratios", read.get("compress_ratios"), rule=rule)
     if block_size % int(HEAVY_RATIO):
         raise SpecError("block_size", block_size, f"a multiple of {HEAVY_RATIO}")
     head, packed = read.number("head_dim"), dtype == "uint8"

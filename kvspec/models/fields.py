@@ -23,6 +23,7 @@ import attrs
 
 from kvspec.errors import SpecError
 from kvspec.inputs import positive_int
+from kvspec.ownership.dtypes import dtype_name
 
 # Other keys that published configs use for the same field. A key with a dot is in a nested dict.
 _FIELD_ALIASES: dict[str, tuple[str, ...]] = {
@@ -89,6 +90,17 @@ class ModelConfig:
     def number(self, name: str) -> int:
         """Return the field, an int of at least 1. A `SpecError` names the key in the config."""
         return positive_int(*self._find(name))
+
+    def flag(self, name: str) -> bool:
+        """Return the field, true or false. Without it, it is false.
+
+        Raises:
+            SpecError: If it is another value. Engines differ about 1 and ``"true"``.
+        """
+        key, value = self._find(name)
+        if not isinstance(value, (bool, type(None))):
+            raise SpecError(key, value, "true, false or null")
+        return value is True
 
     def product(self, names: str) -> int:
         """Return the product of the fields and numbers in *names*, separated by ``*``."""
@@ -194,7 +206,7 @@ def window(read: ModelConfig, layers: int) -> list[str]:
 def switched(rule: KindRule) -> KindRule:
     """Return a rule: all layers are full unless ``use_sliding_window`` is true."""
     return lambda read, layers: (
-        rule(read, layers) if read.get("use_sliding_window") is True else ["full"] * layers
+        rule(read, layers) if read.flag("use_sliding_window") else ["full"] * layers
     )
 
 
@@ -203,13 +215,6 @@ def upper_window(read: ModelConfig, layers: int) -> list[str]:
     """Give layers from ``max_window_layers`` on a window if the config has one."""
     first = positive_int("max_window_layers", read.get("max_window_layers"), least=0)
     return ["full"] * min(first, layers) + window(read, max(0, layers - first))
-
-
-@switched
-def even_window(read: ModelConfig, layers: int) -> list[str]:
-    """Give layers with an even index below ``max_window_layers`` a window."""
-    end = positive_int("max_window_layers", read.get("max_window_layers"), least=0)
-    return ["full" if i % 2 or i >= end else "sliding_window" for i in range(layers)]
 
 
 @switched
@@ -381,6 +386,7 @@ def kinds_of(
     more_types: Mapping[str, str] | None = None,
     *,
     ruled: bool = False,
+    closed: bool = False,
 ) -> list[str]:
     """Return the kind of each layer, from ``layer_types`` if the config has it, or from *rule*.
 
@@ -390,6 +396,7 @@ def kinds_of(
         counted: The field with the number of layers. If it is ``layer_types``, their list counts.
         more_types: Names in ``layer_types`` that only this architecture knows, with their kinds.
         ruled: Whether some engines follow the rule even if the config has ``layer_types``.
+        closed: Whether ``layer_types`` may have only the names in *more_types*.
     """
     if read.get("use_bidirectional_attention") in (True, "all"):
         raise SpecError(
@@ -397,7 +404,7 @@ def kinds_of(
             read.get("use_bidirectional_attention"),
             rule="not yet: attention to later tokens, for which transformers changes the window",
         )
-    known = _LAYER_TYPES | dict(more_types or {})
+    known = ({} if closed else _LAYER_TYPES) | dict(more_types or {})
     types = read.get("layer_types")
     if counted == "layer_types" and isinstance(types, list):
         layers = len(types)
@@ -464,7 +471,7 @@ def global_sizes(read: ModelConfig, kinds: list[str]) -> Mapping[int, Mapping[st
         rule = "the last layer must be full: transformers changes another last layer"
         raise SpecError("layer_types", read.get("layer_types"), rule=rule)
     own: dict[str, object] = {"head_dim": read.get("global_head_dim")}
-    if read.get("attention_k_eq_v") is True and read.get("num_global_key_value_heads") is not None:
+    if read.flag("attention_k_eq_v") and read.get("num_global_key_value_heads") is not None:
         own["num_key_value_heads"] = read.get("num_global_key_value_heads")
     return {index: own for index, kind in enumerate(kinds) if kind == "full"}
 
@@ -478,6 +485,8 @@ def window_sizes(read: ModelConfig, kinds: list[str]) -> Mapping[int, Mapping[st
     """
     own = {name: read.number(f"swa_{name}") for name in ("num_key_value_heads", "head_dim")}
     own["v_head_dim"] = own["head_dim"]
+    if read.get("swa_num_attention_heads") is not None:
+        own["num_attention_heads"] = read.number("swa_num_attention_heads")
     if read.get("swa_v_head_dim") is not None:
         own["v_head_dim"] = read.number("swa_v_head_dim")
     return {index: own for index, kind in enumerate(kinds) if kind == "sliding_window"}
@@ -539,6 +548,10 @@ def fields_by_layer(
     return found
 
 
+# Sizes that each model has. If a config omits one, its class has a default.
+_OF_ALL = {"hidden_size", "num_attention_heads"}
+
+
 def check_agreement(
     read: ModelConfig,
     products: Mapping[str, str],
@@ -552,8 +565,11 @@ def check_agreement(
     """
     for left, right in products.items():
         fields = [name for name in f"{left}*{right}".split("*") if not name.isdigit()]
-        given = all(isinstance(read.get(name), int) for name in fields)
-        if given and read.product(left) != read.product(right):
+        missing = [name for name in fields if not isinstance(read.get(name), int)]
+        if missing and _OF_ALL.issuperset(missing):
+            rule = f"{left} must equal {right}, so the config must have it"
+            raise SpecError(missing[0], read.get(missing[0]), rule=rule)
+        if not missing and read.product(left) != read.product(right):
             rule = f"engines read different fields, so {left} must equal {right}"
             raise SpecError(fields[0], read.get(fields[0]), rule=rule)
     for name, (value, why) in only.items():
@@ -562,6 +578,29 @@ def check_agreement(
     for name in ints:
         if name in read.values:
             read.number(name)
+
+
+# Keys that only the classes of some rows read, see `Architecture.reads`.
+_OF_SOME = {
+    "attention_head_dim": "head_dim",
+    "sliding_window_size": "sliding_window",
+    "num_attention_groups": "num_key_value_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "n_head_kv": "num_key_value_heads",
+    "decoder_attention_heads": "num_attention_heads",
+}
+
+
+def check_keys(read: ModelConfig, reads: Sequence[str], architecture: str) -> None:
+    """Raise `SpecError` if a key that the class ignores would replace a missing field.
+
+    >>> check_keys(ModelConfig({"head_dim": 8, "attention_head_dim": 8}, {}), (), "Llama")
+    """
+    for key, name in _OF_SOME.items():
+        value = read.values.get(key)
+        if isinstance(value, int) and read.values.get(name) is None and key not in reads:
+            rule = f"{architecture} does not read it, so the config must have {name}, or not this"
+            raise SpecError(key, value, rule=rule)
 
 
 # Windows that some engines apply to models without windows, the kinds of layers, and the engines.
@@ -665,26 +704,93 @@ def sparse_layers(read: ModelConfig, kinds: list[str]) -> list[int]:
     return [index for index, flag in enumerate(flags) if flag]
 
 
-def quantised_cache(*configs: Mapping[str, object]) -> str | None:
-    """Return the type of the attention cache that a ModelOpt checkpoint declares, or None.
+def declared_dtype(*configs: Mapping[str, object]) -> object:
+    """Return the type that the first of *configs* with a type declares, or None."""
+    values = (config.get(key) for config in configs for key in ("dtype", "torch_dtype"))
+    return next((value for value in values if value is not None), None)
 
-    The source is vLLM's `get_kv_cache_quant_algo_string`. Other quantisation methods do not change
-    the cache.
+
+def resolved_dtype(
+    outer: Mapping[str, object],
+    text: Mapping[str, object],
+    defaults: Mapping[str, object],
+    *,
+    float16: bool,
+) -> object:
+    """Return the type with which engines run the model, or None if the config has none.
+
+    The sources are vLLM's `_get_and_verify_dtype` and SGLang's function of the same name.
+
+    Args:
+        outer: The config of the model.
+        text: The config of its language model. It may be the same.
+        defaults: The defaults of the class.
+        float16: Whether vLLM runs the class with float16.
 
     Raises:
-        SpecError: If the checkpoint declares NVFP4, whose page depends on the engine.
+        SpecError: If engines choose different types.
+    """
+    inner, own = declared_dtype(text), declared_dtype(outer)
+    if inner is not None and own is not None and dtype_name(inner) != dtype_name(own):
+        rule = f"vLLM runs the model with the outer {own}, and SGLang with this: pass the dtype"
+        raise SpecError("text_config.dtype", inner, rule=rule)
+    declared = declared_dtype(text, outer, defaults)
+    name = None if declared is None else dtype_name(declared)
+    if name == "float32":
+        rule = "vLLM runs the model with bfloat16, SGLang with float16: pass the dtype"
+        raise SpecError("dtype", declared, rule=rule)
+    if name == "float16" and not float16:
+        rule = "vLLM runs this class with bfloat16, SGLang with float16: pass the dtype"
+        raise SpecError("dtype", declared, rule=rule)
+    return declared
+
+
+def quantised_cache(
+    outer: Mapping[str, object], text: Mapping[str, object], *, latents: bool = False
+) -> str | None:
+    """Return the type of the attention cache that a checkpoint declares, or None.
+
+    The sources are vLLM's `get_kv_cache_quant_algo_string` and `Attention`, and SGLang's
+    `configure_kv_cache_dtype`. A checkpoint of ModelOpt or of compressed-tensors can declare one.
+
+    Args:
+        outer: The config of the model.
+        text: The config of its language model. It may be the same.
+        latents: Whether the model keeps latents.
+
+    Raises:
+        SpecError: If the checkpoint declares NVFP4, whose page depends on the engine, or a type
+            that only some engines use.
 
     >>> quantised_cache({"quantization_config": {
-    ...     "quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}})
+    ...     "quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}}, {})
     'float8_e4m3fn'
     """
-    given = next((config.get("quantization_config") for config in configs
-                  if config.get("quantization_config") is not None), None)  # fmt: skip
-    if not isinstance(given, Mapping):
-        return None
+    for config in (outer, text):
+        for key in ("quantization_config", "compression_config"):
+            given = config.get(key)
+            if not isinstance(given, Mapping):
+                continue
+            found = _declared_cache(key, given, latents=latents)
+            if found is not None and config is not outer:
+                rule = "engines read only that of the outer config: pass the dtype of the cache"
+                raise SpecError(f"text_config.{key}", found, rule=rule)
+            return found
+    return None
+
+
+def _declared_cache(field: str, given: Mapping[str, object], *, latents: bool) -> str | None:
+    """Return the type that the quantisation *given* declares, or None."""
     inner = given.get("quantization", given)
     inner = inner if isinstance(inner, Mapping) else given
+    method = str(given.get("quant_method", "")).lower().replace("_", "-")
+    if method == "compressed-tensors":
+        return _scheme_of_tensors(field, given.get("kv_cache_scheme"), latents=latents)
     if not _is_modelopt(given, inner):
+        algorithm = given.get("kv_cache_quant_algo")
+        if method in ("fp8", "mxfp8") and str(algorithm).lower() == "fp8":
+            rule = "SGLang quantises the cache of this method, vLLM does not: pass the dtype"
+            raise SpecError(f"{field}.kv_cache_quant_algo", algorithm, rule=rule)
         return None
     names = ("kv_cache_scheme", "kv_cache_quant_algo")
     declared = next((value for name in names for place in (inner, given)
@@ -696,8 +802,35 @@ def quantised_cache(*configs: Mapping[str, object]) -> str | None:
     algorithm = declared.lower() if isinstance(declared, str) else None
     if algorithm == "nvfp4":
         rule = "the pages of an NVFP4 cache depend on the engine: pass the dtype of the cache"
-        raise SpecError("quantization_config", declared, rule=rule)
-    return "float8_e4m3fn" if algorithm == "fp8" else None
+        raise SpecError(field, declared, rule=rule)
+    return _EIGHT_BITS if algorithm == "fp8" else None
+
+
+_EIGHT_BITS = "float8_e4m3fn"
+# The scheme of compressed-tensors for which SGLang keeps an 8-bit cache.
+_STATIC = {
+    "type": "float",
+    "num_bits": 8,
+    "strategy": "tensor",
+    "symmetric": True,
+    "dynamic": False,
+}
+_OMITTED = {"symmetric": True, "dynamic": False}
+
+
+def _scheme_of_tensors(field: str, scheme: object, *, latents: bool) -> str | None:
+    """Return the type for the ``kv_cache_scheme`` of compressed-tensors.
+
+    VLLM keeps an 8-bit cache for each scheme, but not for latents.
+    """
+    if scheme is None:
+        return None
+    own = _OMITTED | dict(scheme) if isinstance(scheme, Mapping) else {}
+    if latents or {name: own.get(name) for name in _STATIC} != _STATIC:
+        which = "latents" if latents else "this scheme"
+        rule = f"vLLM and SGLang keep caches of different types for {which}: pass the dtype"
+        raise SpecError(f"{field}.kv_cache_scheme", scheme, rule=rule)
+    return _EIGHT_BITS
 
 
 def _is_modelopt(given: Mapping[str, object], inner: Mapping[str, object]) -> bool:

@@ -157,7 +157,7 @@ def test_config_with_wrong_field_is_rejected(
 
 def test_error_names_an_alias_as_the_config_spells_it() -> None:
     """A GPT-2 config has n_layer, so the error names n_layer."""
-    config = {"architectures": ["GPT2LMHeadModel"], "n_layer": 0, "torch_dtype": "float32"}
+    config = {"architectures": ["GPT2LMHeadModel"], "n_layer": 0, "torch_dtype": "bfloat16"}
     check_rejected(lambda: models.from_config(config), "n_layer", 0, 1)
 
 

@@ -127,6 +127,14 @@ DIFFERENT: list[tuple[str, dict[str, object], str]] = [
     ("gemma4_text", {"layer_types": [F] + [W] * 7, "num_kv_shared_layers": 0,
                      "per_layer_config": {"0": {"head_dim": 512}}}, "layer_types"),
     ("gemma4_text", {"per_layer_config": None}, "per_layer_config"),
+    # VLLM gives every second layer of gpt-oss a window, and SGLang does so for Gemma 2.
+    ("gpt_oss", {"layer_types": [F, W] * 4}, "layer_types"),
+    ("gemma2", {"layer_types": [F, W] * 4}, "layer_types"),
+    ("llama4_text", {"layer_types": [F] * 8}, "layer_types"),
+    # vLLM and SGLang make all layers full, and transformers does not.
+    ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 4,
+                   "layer_types": None}, "use_sliding_window"),
+    ("whisper", {"sliding_window": 8}, "sliding_window"),
     # vLLM reads the pattern, and transformers layer_types.
     ("mimo_v2_flash", {"layer_types": [F] * 8}, "layer_types"),
     ("mimo_v2_flash", {"sliding_window": 8, "sliding_window_size": 9}, "sliding_window_size"),

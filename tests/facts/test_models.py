@@ -31,10 +31,18 @@ WINDOWS: dict[str, Any] = json.loads((GOLDENS / "transformers_windows.json").rea
 STATES: dict[str, Any] = json.loads((GOLDENS / "vllm_conv_split.json").read_text())["models"]
 
 
+FULL_NAME = "full_attention"
+
+
 def unclear(model_type: str, config: dict[str, Any]) -> bool:
     """Return whether only some engines apply the window or the chunk of *config* to the model."""
     (row,) = (row for row in ARCHITECTURES if model_type in row.names)
     names = {FULL: ("sliding_window", "attention_chunk_size"), window: ("attention_chunk_size",)}
+    # vLLM gives every second layer a window, and none to the layers of Qwen2-MoE.
+    if row.ruled and config.get("layer_types") not in (None, ["sliding_attention", FULL_NAME] * 3):
+        return True
+    if "use_sliding_window" in row.only and config.get("use_sliding_window"):
+        return True
     unread = [name for name in names.get(row.kinds, ()) if name not in row.defaults]
     return any(config.get(name) is not None for name in unread)
 
@@ -216,6 +224,7 @@ def test_falcon_has_one_kv_head_except_in_newer_decoder() -> None:
     falcon = catalogue.config("falcon-7b")
     assert 1 == spec_of(falcon).total_num_kv_heads
     newer = falcon | {"new_decoder_architecture": True, "num_kv_heads": 8}
+    newer |= {"num_attention_heads": 128, "hidden_size": 8192}
     assert 8 == spec_of(newer).total_num_kv_heads
 
 
@@ -300,10 +309,12 @@ MODELOPT: list[dict[str, Any]] = [
         "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"},
     },
 ]
+SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+TENSORS = {"quant_method": "compressed-tensors", "kv_cache_scheme": SCHEME}
 
 
-@pytest.mark.parametrize("quantisation", MODELOPT)
-def test_modelopt_checkpoint_with_fp8_cache_has_8_bit_keys(quantisation: dict[str, Any]) -> None:
+@pytest.mark.parametrize("quantisation", [*MODELOPT, TENSORS])
+def test_checkpoint_with_fp8_cache_has_8_bit_keys(quantisation: dict[str, Any]) -> None:
     """Engines take the type of the cache from the checkpoint if the caller passes none."""
     config = LLAMA | {"quantization_config": quantisation}
     assert "float8_e4m3fn" == spec_of(config).dtype
@@ -313,7 +324,9 @@ def test_modelopt_checkpoint_with_fp8_cache_has_8_bit_keys(quantisation: dict[st
 @pytest.mark.parametrize(
     "quantisation",
     [
-        {"quant_method": "fp8", "kv_cache_quant_algo": "FP8"},
+        {"quant_method": "fp8"},
+        {"quant_method": "awq", "kv_cache_quant_algo": "FP8"},
+        {"quant_method": "compressed-tensors", "kv_cache_scheme": None},
         {"quant_method": "modelopt", "kv_cache_quant_algo": "int8"},
         {"quant_method": "modelopt", "kv_cache_quant_algo": None},
         {"quant_method": "modelopt", "kv_cache_scheme": {"num_bits": 8, "dynamic": True}},
@@ -323,6 +336,39 @@ def test_modelopt_checkpoint_with_fp8_cache_has_8_bit_keys(quantisation: dict[st
 )
 def test_other_quantisation_keeps_the_type_of_the_config(quantisation: dict[str, Any]) -> None:
     assert spec_of(LLAMA).dtype == spec_of(LLAMA | {"quantization_config": quantisation}).dtype
+
+
+@pytest.mark.parametrize(
+    ("quantisation", "field"),
+    [
+        # vLLM keeps an 8-bit cache, and SGLang one of the type of the model.
+        (TENSORS | {"kv_cache_scheme": SCHEME | {"strategy": "attn_head"}}, "kv_cache_scheme"),
+        (TENSORS | {"kv_cache_scheme": SCHEME | {"dynamic": True}}, "kv_cache_scheme"),
+        # SGLang keeps an 8-bit cache, and vLLM one of the type of the model.
+        ({"quant_method": "fp8", "kv_cache_quant_algo": "FP8"}, "kv_cache_quant_algo"),
+    ],
+)
+def test_from_config_refuses_cache_that_only_one_engine_quantises(
+    quantisation: dict[str, Any], field: str
+) -> None:
+    config = LLAMA | {"quantization_config": quantisation}
+    error = refusal(lambda: models.from_config(config))
+    assert (f"quantization_config.{field}", quantisation[field]) == (error.field, error.value)
+    assert "bfloat16" == spec_of(config, dtype="bfloat16").dtype
+
+
+def test_from_config_refuses_scheme_of_latents_that_only_sglang_applies() -> None:
+    """The latent attention of vLLM does not read the scheme."""
+    config = catalogue.config("DeepSeek-V3") | {"quantization_config": TENSORS}
+    error = refusal(lambda: models.from_config(config))
+    assert ("quantization_config.kv_cache_scheme", SCHEME) == (error.field, error.value)
+
+
+def test_from_config_refuses_quantised_cache_of_the_nested_config() -> None:
+    """Engines take the type of the cache only from the outer config."""
+    nested = {"model_type": "llava", "text_config": LLAMA | {"quantization_config": MODELOPT[0]}}
+    error = refusal(lambda: models.from_config(nested))
+    assert "text_config.quantization_config" == error.field
 
 
 def test_from_config_refuses_checkpoint_with_nvfp4_cache() -> None:
@@ -660,6 +706,7 @@ def test_values_and_windows_of_mimo_have_sizes_of_their_own() -> None:
         "hybrid_layer_pattern": [0, 1],
         "head_dim": 192,
         "v_head_dim": 128,
+        "swa_num_attention_heads": 8,
         "swa_num_key_value_heads": 8,
         "swa_head_dim": 192,
         "sliding_window_size": 128,
@@ -700,7 +747,8 @@ def test_shared_blocks_of_zamba_have_the_numbers_of_vllm() -> None:
         ("Nemotron-H-8B", {"mamba_ssm_cache_dtype": "bfloat16"}, "bfloat16"),
         ("Qwen3-Next-80B-A3B", {}, "bfloat16"),
         ("Qwen3-Next-80B-A3B",
-         {"architectures": ["Qwen3_5ForCausalLM"], "mamba_ssm_dtype": "float32"}, "float32"),
+         {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text",
+          "mamba_ssm_dtype": "float32"}, "float32"),
         ("Bamba-9B", {"mamba_ssm_dtype": "bfloat16"}, "bfloat16"),
     ],
 )  # fmt: skip
@@ -728,3 +776,135 @@ def test_window_layers_of_step_have_a_head_size_of_their_own() -> None:
     }
     sizes = [spec_of(config, name).head_size for name in ("full", "sliding_window")]
     assert [64, 32] == sizes
+
+
+DIVIDED = [row for row in ARCHITECTURES if "num_attention_heads*head_dim" in row.products]
+
+
+@pytest.mark.parametrize("name", [row.names[0] for row in DIVIDED])
+def test_from_config_refuses_head_size_that_only_some_engines_read(name: str) -> None:
+    """The class of vLLM, SGLang or transformers divides the hidden size by the heads."""
+    (row,) = (row for row in DIVIDED if name in row.names)
+    config = LLAMA | {"architectures": [name], "layer_types": None, "head_dim": 80}
+    error = refusal(lambda: models.from_config(config))
+    assert ("num_attention_heads", 4) == (error.field, error.value), row
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen2", "stablelm", "granitemoe", "granitemoehybrid", "jamba", "lfm2", "mixtral"]
+)
+def test_classes_that_divide_the_hidden_size_are_known(name: str) -> None:
+    """These are vLLM's qwen2.py, stablelm.py and so on, and SGLang's mixtral.py."""
+    assert any(name in row.names for row in DIVIDED)
+
+
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "OPTForCausalLM", "GPTNeoXForCausalLM"])
+def test_from_config_refuses_kv_heads_of_class_without_them(name: str) -> None:
+    config = LLAMA | {"architectures": [name]}
+    error = refusal(lambda: models.from_config(config))
+    assert ("num_key_value_heads", 2) == (error.field, error.value)
+    assert 4 == spec_of(config | {"num_key_value_heads": 4}).total_num_kv_heads
+
+
+def test_shared_kv_head_is_a_field_of_some_classes_only() -> None:
+    """Other classes ignore `multi_query`. Falcon's older decoder has no groups of heads."""
+    assert 2 == spec_of(LLAMA | {"multi_query": True}).total_num_kv_heads
+    falcon = catalogue.config("falcon-7b") | {"multi_query": False}
+    assert 71 == spec_of(falcon).total_num_kv_heads
+    error = refusal(lambda: models.from_config(falcon | {"num_kv_heads": 8}))
+    assert ("num_key_value_heads", 8) == (error.field, error.value)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "flag"),
+    [("Qwen2ForCausalLM", "use_sliding_window"), ("FalconForCausalLM", "multi_query")],
+)
+@pytest.mark.parametrize("value", [1, "true"])
+def test_from_config_refuses_flag_that_is_no_bool(
+    architecture: str, flag: str, value: object
+) -> None:
+    """Python takes 1 for true, and JSON does not."""
+    config = LLAMA | {"architectures": [architecture], flag: value}
+    error = refusal(lambda: models.from_config(config))
+    assert (flag, value) == (error.field, error.value)
+
+
+def test_from_config_refuses_types_on_which_engines_differ() -> None:
+    """VLLM reads the outer type, SGLang the inner one. Both run float32 with another type."""
+    nested = {"model_type": "llava", "torch_dtype": "float16", "text_config": LLAMA}
+    error = refusal(lambda: models.from_config(nested))
+    assert ("text_config.dtype", "bfloat16") == (error.field, error.value)
+    assert "float16" == spec_of(nested, dtype="float16").dtype
+    assert "bfloat16" == spec_of({**nested, "torch_dtype": "bfloat16"}).dtype
+    error = refusal(lambda: models.from_config(LLAMA | {"torch_dtype": "float32"}))
+    assert ("dtype", "float32") == (error.field, error.value)
+
+
+@pytest.mark.parametrize("name", ["gemma-2-9b", "gemma-3-1b", "GLM-4-9B-0414"])
+def test_from_config_refuses_float16_for_classes_that_vllm_runs_with_bfloat16(name: str) -> None:
+    config = catalogue.config(name) | {"torch_dtype": "float16"}
+    error = refusal(lambda: models.from_config(config))
+    assert ("dtype", "float16") == (error.field, error.value)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key", "field"),
+    [
+        ("LlamaForCausalLM", "attention_head_dim", "head_dim"),
+        ("LlamaForCausalLM", "num_kv_heads", "num_key_value_heads"),
+        ("PhiMoEForCausalLM", "sliding_window_size", "sliding_window"),
+    ],
+)
+def test_from_config_refuses_key_that_the_class_ignores(
+    architecture: str, key: str, field: str
+) -> None:
+    """It is no other name of the field that the config omits."""
+    config = {**LLAMA, "architectures": [architecture], "head_dim": 64, field: None, key: 6}
+    error = refusal(lambda: models.from_config(config))
+    assert (key, 6) == (error.field, error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"layer_types": ["full_attention"] * 2}, "layer_types"),
+        ({"compress_ratios": [4, 128]}, "compress_ratios"),
+    ],
+)
+def test_from_config_refuses_other_layers_of_deepseek_v4(
+    change: dict[str, Any], field: str
+) -> None:
+    """VLLM follows the ratios, and transformers the types."""
+    config: dict[str, Any] = {
+        "architectures": ["DeepseekV4ForCausalLM"],
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "compressed_sparse_attention"],
+    }
+    options: dict[str, Any] = {"block_size": 256, "dtype": "bfloat16"}
+    assert models.from_config(config, **options) == models.from_config(
+        {**config, "compress_ratios": [0, 4]}, **options
+    )
+    error = refusal(lambda: models.from_config({**config, **change}, **options))
+    assert field == error.field
+
+
+def test_from_config_refuses_kv_heads_that_do_not_divide_the_heads() -> None:
+    """No engine runs such a model."""
+    for heads in (3, 8):
+        error = refusal(lambda: models.from_config(LLAMA | {"num_key_value_heads": heads}))  # noqa: B023
+        assert ("num_key_value_heads", heads) == (error.field, error.value)
+
+
+def test_from_config_refuses_type_of_another_class() -> None:
+    """VLLM makes the class that `architectures` names, and transformers that of `model_type`."""
+    config = LLAMA | {"architectures": ["Gemma2ForCausalLM"], "head_dim": 64}
+    assert models.from_config(config | {"model_type": "gemma2"})
+    error = refusal(lambda: models.from_config(config | {"model_type": "llama"}))
+    assert ("model_type", "llama") == (error.field, error.value)
+
+
+def test_from_config_refuses_language_model_that_its_class_does_not_have() -> None:
+    """Gemma 3 has a language model of its own, whatever the type of the nested config is."""
+    nested = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": LLAMA}
+    error = refusal(lambda: models.from_config(nested | {"model_type": "gemma3"}))
+    assert ("architectures", nested["architectures"]) == (error.field, error.value)
