@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -32,7 +31,7 @@ from vllm_serving import (
 )
 
 import kvspec
-from kvspec.adapters.vllm import content, engine_spec, scheduler_side
+from kvspec.adapters.vllm import adapters, content, engine_spec, scheduler_side
 from kvspec.adapters.vllm.content import content_of_request, sampling_of_request
 from kvspec.adapters.vllm.metrics import _COUNTERS, WorkerNumbers
 from kvspec.adapters.vllm.scheduler_side import Scheduling, Served
@@ -304,8 +303,12 @@ def test_ticket_of_another_content_is_declined_by_the_name_of_the_field(
         assert {} == consumer.received
 
 
-def test_ticket_of_an_equal_content_is_fetched(tmp_path: Path) -> None:
+def test_ticket_of_an_equal_content_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same image, adapter and tenant. The adapter was loaded from two copies of its folder."""
+    loaded = dict[int, str | None]()
+    monkeypatch.setattr(adapters, "_loaded", loaded)
     (tmp_path / "copy").mkdir()
     held, wanted = (
         {
@@ -315,12 +318,35 @@ def test_ticket_of_an_equal_content_is_fetched(tmp_path: Path) -> None:
         }
         for folder in (tmp_path, tmp_path / "copy")
     )
+    loaded[1] = adapters.digest_at(held["lora_request"].lora_path)
     with Engine("p") as producer, Engine("d") as consumer:
         params = producer.prefill(Request("p-1", 14, **held), *TABLES)
         assert (13, True) == consumer.decode(Request("d-1", 14, params, **wanted), *OTHERS)
+        until(lambda: consumer.received, producer, consumer)
+        assert {} == consumer.failed
         wanted["lora_request"] = adapter(tmp_path / "copy", "sql", b"new weights")
         params = producer.prefill(Request("p-2", 14, **held), *TABLES)
         assert (0, False) == consumer.decode(Request("d-2", 14, params, **wanted), [1], [1])
+
+
+@pytest.mark.parametrize("where", ["producer", "consumer"])
+def test_ticket_of_an_adapter_whose_files_a_worker_has_not_loaded_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
+) -> None:
+    """The workers have loaded other files than the scheduler has read later."""
+    lora = adapter(tmp_path, "sql", b"weights")
+    right = adapters.digest_at(lora.lora_path)
+    loaded: dict[int, str | None] = {1: right if where == "consumer" else "of other files"}
+    monkeypatch.setattr(adapters, "_loaded", loaded)
+    with Engine("p") as producer, Engine("d") as consumer:
+        params = producer.prefill(Request("p-1", 14, lora_request=lora), *TABLES)
+        producer.step()
+        loaded[1] = right if where == "producer" else "of other files"
+        assert (13, True) == consumer.decode(Request("d-1", 14, params, lora_request=lora), *OTHERS)
+        until(lambda: consumer.failed, producer, consumer)
+        until(lambda: producer.sent, producer, consumer)
+    name = {"producer": "p-1 is not held", "consumer": "d-1 is not read"}[where]
+    assert f"{name}: adapters[1]='of other files'" in caplog.text
 
 
 def test_request_that_is_aborted_before_it_is_scheduled_is_declined() -> None:
@@ -545,26 +571,6 @@ def test_ranks_of_another_connector_are_refused() -> None:
     """A `MultiConnector` passes the metadata of its first connector to all of them."""
     with pytest.raises(kvspec.SpecError, match="connectors"):
         scheduling().set_xfer_handshake_metadata_pp_aware({(0, 0): SimpleNamespace()})
-
-
-def test_adapter_whose_files_change_is_unknown(tmp_path: Path) -> None:
-    """VLLM has the old weights in memory, and prompts that were computed with them in its cache."""
-
-    def stated(lora: Any) -> str | None:
-        return content_of_request(Request("r", 4, lora_request=lora), 4).adapter
-
-    loaded = adapter(tmp_path, "sql", b"weights")
-    assert (before := stated(loaded)) is not None
-    os.utime(Path(loaded.lora_path) / "adapter_model.safetensors", (1, 1))
-    assert before == stated(loaded)  # The files are copied again, and are equal.
-    adapter(tmp_path, "sql", b"other weights")
-    assert stated(loaded) is None
-    loaded.lora_int_id, loaded.load_inplace = 78, True
-    assert stated(loaded) is None
-    adapter(tmp_path, "sql", b"weights")
-    assert stated(loaded) is None
-    (tmp_path / "new").mkdir()
-    assert before == stated(adapter(tmp_path / "new", "sql", b"weights"))
 
 
 def test_scheduler_forgets_old_tickets(monkeypatch: pytest.MonkeyPatch) -> None:

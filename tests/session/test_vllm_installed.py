@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
+from unittest.mock import MagicMock
 
 import pytest
 from forward_code import calls, module_of
@@ -271,6 +272,82 @@ def test_workers_of_vllm_refuse_other_weights(monkeypatch: pytest.MonkeyPatch) -
     refuse_reloads()
     with pytest.raises(kvspec.SpecError, match="reload_weights"):
         CPUWorker.reload_weights(SimpleNamespace(), weights_path="new")
+
+
+def test_adapters_of_vllm_are_stated_by_their_files(tmp_path: Path) -> None:
+    """VLLM's own classes have a name, a number and a path, and nothing of the content."""
+    from vllm import SamplingParams  # noqa: PLC0415
+    from vllm.config import LoRAConfig  # noqa: PLC0415
+    from vllm.lora.request import LoRARequest  # noqa: PLC0415
+    from vllm.v1.request import Request  # noqa: PLC0415
+
+    from kvspec.adapters.vllm.adapters import Adapters  # noqa: PLC0415
+    from kvspec.adapters.vllm.content import prompt_of_request  # noqa: PLC0415
+
+    def stated(config: Any, content: bytes | None, **more: Any) -> str | None:
+        lora = None
+        if content is not None:
+            (tmp_path / "sql").mkdir(exist_ok=True)
+            (tmp_path / "sql" / "adapter_model.safetensors").write_bytes(content)
+            lora = LoRARequest("sql", 1, str(tmp_path / "sql"), **more)
+        request = Request("r", [1, 2], SamplingParams(), None, lora_request=lora)
+        model = SimpleNamespace(dtype=torch.float32)
+        vllm_config = SimpleNamespace(lora_config=config, model_config=model)
+        return prompt_of_request(request, Adapters(vllm_config)).adapter
+
+    usual = LoRAConfig(lora_dtype=torch.float32)
+    found = [stated(usual, content) for content in (b"1", b"1", b"2", None)]
+    assert found[0] == found[1]
+    assert 3 == len(set(found))
+    assert "" == found[3]
+    fewer = LoRAConfig(lora_dtype=torch.float32, target_modules=["o_proj"])
+    assert stated(fewer, b"1") not in (None, found[0])
+    assert stated(LoRAConfig(lora_dtype=torch.float16), b"1") not in (None, found[0])
+    assert stated(usual, b"1", load_inplace=True) is None
+    assert stated(usual, b"1", is_3d_lora_weight=True) not in (None, found[0])
+
+
+def test_fields_of_adapters_in_vllm_are_those_that_are_known() -> None:
+    """A field that a newer vLLM adds may change what an adapter does. Then it must be stated."""
+    from vllm.config import LoRAConfig  # noqa: PLC0415
+    from vllm.lora.request import LoRARequest  # noqa: PLC0415
+
+    from kvspec.adapters.vllm.adapters import SETTINGS  # noqa: PLC0415
+
+    assert set(LoRARequest.__struct_fields__) == {
+        "lora_name", "lora_int_id", "lora_path", "base_model_name", "load_inplace",
+        "is_3d_lora_weight",
+    }  # fmt: skip
+    # The other settings decide sizes, how ranks share the work, or which adapter a request has.
+    assert set(LoRAConfig.__dataclass_fields__) == {
+        *SETTINGS, "lora_dtype", "max_lora_rank", "max_loras", "max_cpu_loras",
+        "fully_sharded_loras", "specialize_active_lora", "default_mm_loras", "max_lora_cls_labels",
+    }  # fmt: skip
+
+
+def test_workers_of_vllm_load_adapters_by_the_method_that_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The manager of the workers inherits the method, and calls it for each load."""
+    from vllm.lora.request import LoRARequest  # noqa: PLC0415
+    from vllm.lora.worker_manager import (  # noqa: PLC0415
+        LRUCacheWorkerLoRAManager,
+        WorkerLoRAManager,
+    )
+
+    from kvspec.adapters.vllm import adapters  # noqa: PLC0415
+
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"weights")
+    loaded = dict[int, str | None]()
+    monkeypatch.setattr(adapters, "_loaded", loaded)
+    assert callable(WorkerLoRAManager._load_adapter)
+    read = lambda *_: SimpleNamespace(id=3)  # noqa: E731 - what vLLM reads from a whole adapter
+    monkeypatch.setattr(WorkerLoRAManager, "_load_adapter", read)
+    adapters.note_loads()
+    manager = LRUCacheWorkerLoRAManager.__new__(LRUCacheWorkerLoRAManager)
+    manager._adapter_manager = MagicMock(list_adapters=dict, capacity=2)
+    manager.add_adapter(LoRARequest("sql", 3, str(tmp_path)))
+    assert {3: adapters.digest_at(str(tmp_path))} == loaded
 
 
 def test_multi_connector_of_vllm_finds_the_numbers_by_name() -> None:

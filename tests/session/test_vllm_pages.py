@@ -12,6 +12,7 @@ import pytest
 from vllm_serving import BLOCKS, Engine, Request, configs, installed, made, until
 
 import kvspec
+from kvspec.adapters.vllm import adapters
 from kvspec.adapters.vllm.store_settings import StoreSettings, model_identity
 from kvspec.errors import SpecError
 from kvspec.stored.file_objects import FileObjects
@@ -240,6 +241,34 @@ def test_pages_of_other_values_are_not_found(
         assert (0, False) == two.decode(request, *TABLES)
     words = "adapter is not stated" if "lora_request" in fields else "pages of another space"
     assert "cache_salt" in fields or words in caplog.text
+
+
+def test_pages_of_an_adapter_move_only_with_the_files_that_workers_have_loaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler reads the files when a request comes, and a worker may have read others."""
+    loaded: dict[int, str | None] = {1: "of other files"}
+    monkeypatch.setattr(adapters, "_loaded", loaded)
+    (tmp_path / "sql").mkdir()
+    (tmp_path / "sql" / "adapter_model.safetensors").write_bytes(b"weights")
+    path = str(tmp_path / "sql")
+    lora = SimpleNamespace(lora_name="sql", lora_path=path, lora_int_id=1)
+    with engine("one", tmp_path / "pages") as one:
+        ended(one, computed(one, lora_request=lora))
+        assert [] == stored(tmp_path / "pages")
+        assert "0 of 12 objects: SpecError: adapters[1]=" in caplog.text
+        loaded[1] = adapters.digest_at(path)
+        ended(one, computed(one, "again", lora_request=lora))
+    assert [("full", 18), ("window-8", 18)] == stored(tmp_path / "pages")
+    for number, (found, fails) in enumerate(((None, True), (loaded[1], False), ("", False))):
+        loaded[1] = found
+        if found == "":  # The worker loads the adapter later.
+            loaded.clear()
+        with engine(f"two-{number}", tmp_path / "pages") as two:
+            request = Request("b", 14, lora_request=lora)
+            assert (12, True) == two.decode(request, *TABLES)
+            until(lambda two=two: two.received.get("b"), two)  # type: ignore[misc]
+            assert fails == bool(two.failed)
 
 
 @pytest.mark.parametrize("before", [False, True])

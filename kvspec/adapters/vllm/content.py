@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+from kvspec.adapters.vllm.adapters import Adapters
 from kvspec.errors import SpecError
 from kvspec.stored.names import PromptIdentity
 from kvspec.tickets import ContentIdentity, MediaItem, sampling_of
@@ -28,19 +27,17 @@ _OTHERS = ("structured_outputs", "allowed_token_ids", "bad_words", "thinking_tok
 # If vLLM has neither a prefix cache nor one of processed media, it hashes no item. It numbers the
 # items of each process instead, so the names of other items at another engine are the same.
 _NUMBERED = re.compile(r"(.*:)?renderer\d+-mm-\d+-.*", re.DOTALL)
-# The digests of adapters, by the sizes and times of their files. An adapter is read once.
-_digests: dict[tuple[object, ...], str] = {}
-# By name and path, the digest of an adapter when this process first had a request for it. It is ""
-# if the files were changed since.
-_first_seen: dict[tuple[str, str], str] = {}
 
 
-def content_of_request(request: Any, num_tokens: int, weights: str | None = "") -> ContentIdentity:
+def content_of_request(
+    request: Any, num_tokens: int, adapters: Adapters | None = None, weights: str | None = ""
+) -> ContentIdentity:
     """Return the content of the first *num_tokens* tokens of vLLM's *request*.
 
     Args:
         request: vLLM's `Request`.
         num_tokens: Number of leading tokens, at most those of the prompt.
+        adapters: The adapters of its scheduler. Without them, no adapter is stated.
         weights: As in `ContentIdentity`.
 
     Raises:
@@ -50,21 +47,26 @@ def content_of_request(request: Any, num_tokens: int, weights: str | None = "") 
     if token_ids is None:
         token_ids = [0] * request.num_prompt_tokens
     return ContentIdentity.of(
-        token_ids, num_tokens, weights=weights, **_besides_tokens(request, num_tokens)
+        token_ids, num_tokens, weights=weights, **_besides_tokens(request, num_tokens, adapters)
     )
 
 
-def prompt_of_request(request: Any) -> PromptIdentity:
-    """Return what the cache of vLLM's *request* depends on, besides its tokens and the model."""
-    return PromptIdentity.of(**_besides_tokens(request, request.num_prompt_tokens))
+def prompt_of_request(request: Any, adapters: Adapters | None = None) -> PromptIdentity:
+    """Return what the cache of vLLM's *request* depends on, besides its tokens and the model.
+
+    Args:
+        request: vLLM's `Request`.
+        adapters: As in `content_of_request`.
+    """
+    return PromptIdentity.of(**_besides_tokens(request, request.num_prompt_tokens, adapters))
 
 
-def _besides_tokens(request: Any, num_tokens: int) -> dict[str, Any]:
+def _besides_tokens(request: Any, num_tokens: int, adapters: Adapters | None) -> dict[str, Any]:
     embeddings = getattr(request, "prompt_embeds", _MISSING)
     are_tokens = getattr(request, "prompt_is_token_ids", None)
     salt: Any = getattr(request, "cache_salt", _MISSING)
     return {
-        "adapter": _adapter(getattr(request, "lora_request", _MISSING)),
+        "adapter": _adapter(getattr(request, "lora_request", _MISSING), adapters),
         "media": _media(getattr(request, "mm_features", _MISSING)),
         "embeddings": _embeddings(embeddings, are_tokens, num_tokens),
         "salt": None if salt is _MISSING else salt or "",
@@ -82,53 +84,10 @@ def sampling_of_request(request: Any) -> str | None:
         return None
 
 
-def _adapter(lora: Any) -> str | None:
-    """Return the name and a digest of an adapter, "" for none, or None if its files are unknown.
-
-    vLLM reads an adapter once and keeps it in memory, perhaps until other adapters displace it. Its
-    prefix cache knows an adapter by name and path. So if the files of a path change, nobody knows
-    with which ones a prompt is computed. The adapter is unknown until it has another path.
-    """
-    if lora is None:
-        return ""
-    name, path = getattr(lora, "lora_name", None), getattr(lora, "lora_path", None)
-    if not isinstance(name, str) or not isinstance(path, str) or not path:
-        return None
-    try:
-        files = sorted(each for each in _files(Path(path)))
-        known = tuple((str(each), *_stamp(each)) for each in files)
-        if not files:
-            return None
-        if known not in _digests:
-            _digests[known] = _digest_of(files)
-    except OSError:
-        return None
-    digest = _digests[known]
-    if _first_seen.setdefault((name, path), digest) != digest:
-        _first_seen[name, path] = ""
-        return None
-    return f"{name}@{digest}"
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    """Yield the files of an adapter in *folder*. A name on a hub is no folder."""
-    if folder.is_dir():
-        yield from folder.glob("adapter_model*")
-        yield from folder.glob("adapter_config.json")
-
-
-def _stamp(path: Path) -> tuple[int, int]:
-    facts = path.stat()
-    return facts.st_size, facts.st_mtime_ns
-
-
-def _digest_of(files: list[Path]) -> str:
-    whole = hashlib.sha256()
-    for path in files:
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").digest()
-        whole.update(path.name.encode() + b"\0" + digest)
-    return whole.hexdigest()[:32]
+def _adapter(lora: Any, adapters: Adapters | None) -> str | None:
+    if adapters is None or lora is _MISSING:
+        return "" if lora is None else None
+    return adapters.stated(lora)
 
 
 def _media(features: Any) -> list[MediaItem] | None:

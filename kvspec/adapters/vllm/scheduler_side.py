@@ -40,6 +40,7 @@ from typing import Any
 
 import attrs
 
+from kvspec.adapters.vllm.adapters import Adapters, StatedAdapter
 from kvspec.adapters.vllm.content import content_of_request, sampling_of_request
 from kvspec.adapters.vllm.drafts import draft_of
 from kvspec.adapters.vllm.prefix_cache import Hashed, hashed_of, withhold
@@ -92,6 +93,7 @@ class EngineStep:
         declined: Tickets that are not used. Their producers may free the blocks.
         failed: Ids of requests that cannot be fetched.
         cancelled: Ids of requests that have ended. If they still load, that is in vain.
+        adapters: The LoRA adapters of held and fetched requests, by request id.
         page_loads: Stored pages to load before their requests run.
         page_saves: Pages to store after this step.
     """
@@ -102,6 +104,7 @@ class EngineStep:
     declined: list[PrefillTicket] = attrs.field(factory=list)
     failed: list[str] = attrs.field(factory=list)
     cancelled: list[str] = attrs.field(factory=list)
+    adapters: dict[str, StatedAdapter] = attrs.field(factory=dict)
     page_loads: list[PageLoad] = attrs.field(factory=list)
     page_saves: list[PageSave] = attrs.field(factory=list)
 
@@ -116,6 +119,7 @@ class Scheduling:
         self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
         self._store = StoreSettings.in_config(vllm_config)
         draft = draft_of(vllm_config)
+        self._adapters = Adapters(vllm_config)
         self._lookahead = 0 if draft is None else draft.lookahead
         self._pages: StoredPrompts | None = None
         self._kv_cache_manager: Any = None
@@ -145,7 +149,9 @@ class Scheduling:
         if self._store is not None and self._ranks:
             engine = self._ranks[0].engine
             configs = self._vllm_config, self._kv_cache_config
-            self._pages = StoredPrompts(self._store, engine, configs, self._kv_cache_manager)
+            self._pages = StoredPrompts(
+                self._store, engine, configs, self._kv_cache_manager, self._adapters
+            )
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """Keep vLLM's counts of hashed blocks, with which `withhold` keeps blocks unhashed."""
@@ -188,7 +194,7 @@ class Scheduling:
             return
         try:
             # A router may mix up two requests.
-            ticket.check(content_of_request(request, ticket.computed_tokens))
+            ticket.check(content_of_request(request, ticket.computed_tokens, self._adapters))
         except SpecError as error:
             log.warning("%s is computed here: %s", name, error)
             self._next.declined.append(ticket)
@@ -265,6 +271,7 @@ class Scheduling:
             transfer = ticket.request(name, end, tables, cached)
             complete_from = withhold(self._ranks[0].engine, transfer, self._hashed)
             self._next.fetched.append((ticket, transfer))
+            self._state_adapter(request)
             self._fetching.add(name)
         except SpecError as error:  # One request fails, and the engine goes on.
             log.error("%s: %s", name, error)  # noqa: TRY400
@@ -318,6 +325,7 @@ class Scheduling:
             log.warning("%s is not held: %s", request.request_id, error)
             return False, None
         self._next.held.append((request.request_id, held))
+        self._state_adapter(request)
         return True, {"do_remote_prefill": True, "do_remote_decode": False, **held.to_params()}
 
     def request_finished(
@@ -329,6 +337,11 @@ class Scheduling:
         base class would hold nothing, and never decline a ticket.
         """
         return self.request_finished_all_groups(request, (block_ids,))
+
+    def _state_adapter(self, request: Any) -> None:
+        adapter = self._adapters.to_workers(getattr(request, "lora_request", None))
+        if adapter is not None:
+            self._next.adapters[request.request_id] = adapter
 
     def _hold(self, request: Any, block_ids: Any, *, whole: bool) -> PrefillTicket:
         """Return the ticket of a request. *whole* is whether vLLM has computed all of its prompt.
@@ -346,7 +359,7 @@ class Scheduling:
             addresses=tuple(rank.address for rank in self._ranks),
             remote_id=new_remote_id(request.request_id),
             computed_tokens=computed,
-            content=content_of_request(request, computed),
+            content=content_of_request(request, computed, self._adapters),
             tokens_digest=content_of(request.prompt_token_ids or ()),
             first_token=int(sampled[0]) if sampled else None,
             sampling=sampling_of_request(request),

@@ -34,6 +34,7 @@ from typing import Any, Self
 
 import attrs
 
+from kvspec.adapters.vllm.adapters import Adapters, StatedAdapter
 from kvspec.adapters.vllm.content import prompt_of_request
 from kvspec.adapters.vllm.engine import NULL_BLOCK, vllm_group
 from kvspec.adapters.vllm.prefix_cache import hashed_of, withhold
@@ -67,12 +68,14 @@ class PageLoad:
         names: Names of its first pages, up to the last that is loaded.
         tables: Its block tables, by group.
         cached_tokens: Leading tokens that the blocks have already.
+        adapter: Its LoRA adapter.
     """
 
     request_id: str
     names: tuple[str, ...]
     tables: Mapping[str, BlockTable]
     cached_tokens: int
+    adapter: StatedAdapter | None = None
 
 
 @attrs.frozen(kw_only=True)
@@ -85,6 +88,7 @@ class PageSave:
         names: Names of the pages.
         tables: Block tables of the pages, by group.
         states_at: As in `RankPages.save`.
+        adapter: The LoRA adapter with which they are computed.
     """
 
     number: int
@@ -92,6 +96,7 @@ class PageSave:
     names: tuple[str, ...]
     tables: Mapping[str, BlockTable]
     states_at: Mapping[str, Mapping[int, int]]
+    adapter: StatedAdapter | None = None
 
 
 @attrs.define
@@ -118,6 +123,7 @@ class _Known:
         request: vLLM's request.
         names: The names of its pages so far, or None if something about it is not stated.
         besides: The other inputs of the names, besides tokens and model, in words.
+        adapter: Its LoRA adapter.
         tokens: Number of tokens from which the names were made.
         saved: Number of the first page that was not saved.
         computes: Whether the engine has computed tokens of it.
@@ -128,6 +134,7 @@ class _Known:
     request: Any
     names: PageNames | None
     besides: str
+    adapter: StatedAdapter | None = None
     tokens: int = 0
     saved: int = 0
     computes: bool = False
@@ -153,8 +160,10 @@ class StoredPrompts:
         engine: EngineSpec,
         configs: tuple[Any, Any],
         kv_cache_manager: Any,
+        adapters: Adapters,
     ) -> None:
         vllm_config, self._kv_cache_config = configs
+        self._adapters = adapters
         self._engine, self._manager = engine, kv_cache_manager
         self._hashed = hashed_of(kv_cache_manager)
         self._store = settings.open(vllm_config, engine)
@@ -174,16 +183,19 @@ class StoredPrompts:
 
     def accept(self, request: Any) -> None:
         """Take a new request."""
-        prompt, names, besides = prompt_of_request(request), None, ""
+        prompt, names, besides = prompt_of_request(request, self._adapters), None, ""
+        adapter = None
         if prompt.unstated:
             fields = ", ".join(prompt.unstated)
             log.info("%s has no names for pages: %s is not stated", request.request_id, fields)
         # A session of vLLM discards its last token when its client sends more.
         elif not getattr(request, "resumable", False):
             names = PageNames(self._store.space, self._size, prompt)
-            stated = [field for field in ("adapter", "media", "salt") if getattr(prompt, field)]
-            besides = f" under this {' and '.join(stated)}" if stated else ""
-        self._known[request.request_id] = _Known(request, names, besides)
+            adapter = self._adapters.to_workers(request.lora_request)
+            stated = [f"this {field}" for field in ("media", "salt") if getattr(prompt, field)]
+            words = [*filter(None, [self._adapters.words(prompt.adapter)]), *stated]
+            besides = f" under {' and '.join(words)}" if words else ""
+        self._known[request.request_id] = _Known(request, names, besides, adapter)
 
     def matched(self, request: Any, cached: int) -> int:
         """Return the number of stored tokens behind the first *cached* ones, and pin them."""
@@ -257,7 +269,13 @@ class StoredPrompts:
         self._ledger.load(name, {group: _used(table) for group, table in tables.items()})
         names = hit.names[:pages]
         self._loads.append(
-            PageLoad(request_id=name, names=names, tables=tables, cached_tokens=cached)
+            PageLoad(
+                request_id=name,
+                names=names,
+                tables=tables,
+                cached_tokens=cached,
+                adapter=self._known[name].adapter,
+            )
         )
 
     def loaded_by_ticket(self, name: str, complete_from: Mapping[str, int]) -> None:
@@ -381,6 +399,7 @@ class StoredPrompts:
                 names=names[sent],
                 tables=tables,
                 states_at=states,
+                adapter=known.adapter,
             )
         )
 

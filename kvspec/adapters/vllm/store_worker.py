@@ -53,9 +53,13 @@ class PageThreads:
 
     def _load(self, load: PageLoad) -> None:
         done = self._submitted()
+        # The worker may not have loaded the adapter yet.
+        error = load.adapter and load.adapter.mismatch(unless_loaded=True)
 
         def run() -> None:
             done()
+            if error:
+                raise error
             names, cached = load.names, load.cached_tokens
             self._loading.load(names, len(names), load.tables, cached_tokens=cached)
 
@@ -64,9 +68,12 @@ class PageThreads:
     def save(self, save: PageSave) -> None:
         """Begin a save of what the model has computed, or will compute on its GPU."""
         done = self._submitted()
+        error = save.adapter and save.adapter.mismatch()
 
         def run() -> Saved:
             done()
+            if error:
+                raise error
             # The names of earlier pages are not used.
             names, first = ("",) * save.first_page + save.names, save.first_page
             return self._saving.save(names, first, len(save.names), save.tables, save.states_at)

@@ -17,6 +17,7 @@ import attrs
 
 from kvspec.adapters.attention_modules import configured_key_content
 from kvspec.adapters.field_reader import FieldReader
+from kvspec.adapters.vllm.adapters import note_loads
 from kvspec.adapters.vllm.drafts import draft_of
 from kvspec.adapters.vllm.metrics import Numbers, WorkerNumbers
 from kvspec.adapters.vllm.scheduler_side import EngineStep, Served
@@ -205,6 +206,8 @@ class Serving:
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Open the session of this rank over *kv_caches*."""
         refuse_reloads()
+        if getattr(self._vllm_config, "lora_config", None) is not None:
+            note_loads()
         config, settings = self._kv_cache_config, self._settings
         own = time.time_ns(), WorkerInfo.of(self._vllm_config, config)
         # vLLM calls all workers at once. The epoch must be the same on all ranks of an engine, so
@@ -273,6 +276,7 @@ class Serving:
         """Begin the work of *step*: hold, decline and fetch requests."""
         for request_id, ticket in step.held:
             try:
+                self._check_adapter(step, request_id)
                 self._hold_blocks(request_id, ticket)
             except SpecError as error:
                 # The request ends here. A reader of this remote id receives an error.
@@ -285,6 +289,8 @@ class Serving:
         for ticket, request in step.fetched:
             name, timeout = request.request_id, self._settings.timeout
             try:
+                # The worker may not have loaded the adapter yet.
+                self._check_adapter(step, name, unless_loaded=True)
                 self._loads[name] = self._session.load(
                     request, ticket=ticket, timeout=timeout, checksum=self._settings.checksum
                 )
@@ -310,6 +316,13 @@ class Serving:
     def build_connector_worker_meta(self) -> SaveReports | None:
         """Return the pages that were stored since the last step, for the scheduler."""
         return None if self._threads is None else self._threads.reports()
+
+    @staticmethod
+    def _check_adapter(step: EngineStep, request_id: str, *, unless_loaded: bool = False) -> None:
+        adapter = step.adapters.get(request_id)
+        error = adapter and adapter.mismatch(unless_loaded=unless_loaded)
+        if error:
+            raise error
 
     def _hold_blocks(self, request_id: str, ticket: PrefillTicket) -> None:
         # A session holds several requests of one id, but vLLM frees blocks by the id alone.
