@@ -103,13 +103,16 @@ class Engine:
         count: int,
         transfer: dict[str, Any] | None,
         salt: str | None = None,
+        adapter: tuple[str, int, str] | None = None,
     ) -> dict[str, Any]:
         """Return the answer to one greedy request, its finish reason, and its cost.
 
         *computed* in the answer is the number of tokens that went through the model. *hit* is the
-        number of tokens in the prefix cache of an engine with a connector.
+        number of tokens in the prefix cache of an engine with a connector. *adapter* is the name,
+        the number and the folder of a LoRA adapter.
         """
         from vllm import SamplingParams  # noqa: PLC0415
+        from vllm.lora.request import LoRARequest  # noqa: PLC0415
 
         sampling = SamplingParams(
             max_tokens=count,
@@ -121,7 +124,8 @@ class Engine:
         )
         self.computed = self.hit = 0
         asked = {"prompt_token_ids": prompt, **({"cache_salt": salt} if salt else {})}
-        (answer,) = self.llm.generate([asked], sampling, use_tqdm=False)
+        lora = LoRARequest(*adapter) if adapter else None
+        (answer,) = self.llm.generate([asked], sampling, use_tqdm=False, lora_request=lora)
         (text,) = answer.outputs
         return {
             "tokens": list(text.token_ids),

@@ -6,6 +6,7 @@ it attends to. A single wrong head then changes the next token.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -160,3 +161,29 @@ def make(name: str, folder: Path) -> Path:
             torch.nn.init.normal_(parameter, std=fields["initializer_range"])
     model.save_pretrained(path)
     return path
+
+
+# The rank of an adapter, and its modules: all that decide queries, keys and values.
+RANK = 8
+_ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def make_adapter(model: Path, folder: Path, seed: int) -> Path:
+    """Write a LoRA adapter of *model* with random weights into *folder*, as PEFT stores it."""
+    import safetensors.torch  # noqa: PLC0415 - only the processes that make a model need it
+    import torch  # noqa: PLC0415
+
+    torch.manual_seed(seed)
+    weights = {}
+    for name, weight in safetensors.torch.load_file(model / "model.safetensors").items():
+        module = name.removesuffix(".weight")
+        if module.endswith(_ADAPTED):
+            # Both are large, so that answers with and without the adapter differ.
+            rows, columns = torch.randn(RANK, weight.shape[1]), torch.randn(weight.shape[0], RANK)
+            weights[f"base_model.model.{module}.lora_A.weight"] = rows * 0.2
+            weights[f"base_model.model.{module}.lora_B.weight"] = columns * 0.2
+    folder.mkdir(parents=True, exist_ok=True)
+    safetensors.torch.save_file(weights, folder / "adapter_model.safetensors")
+    fields = {"r": RANK, "lora_alpha": RANK, "target_modules": _ADAPTED, "peft_type": "LORA"}
+    (folder / "adapter_config.json").write_text(json.dumps(fields))
+    return folder

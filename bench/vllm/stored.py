@@ -2,7 +2,7 @@
 
 The second engine has other sizes. It must give the answers of a single engine, and compute only the
 tokens behind the last whole page. An engine whose names differ computes
-everything, and its log names the reason.
+everything, and its log names the reason. `stored_adapters` does the same with LoRA adapters.
 """
 
 from __future__ import annotations
@@ -55,8 +55,11 @@ _WHY = {
 }
 
 
-def side(scenario: Stored, which: int, folder: Path, **changed: str) -> tuple[Any, ...]:
-    """Return the arguments that start the first engine (0) or the second (1)."""
+def side(scenario: Stored, which: int, folder: Path, **changed: Any) -> tuple[Any, ...]:  # noqa: ANN401
+    """Return the arguments that start the first engine (0) or the second (1).
+
+    *changed* is another revision or version of the weights, or more *settings* of vLLM.
+    """
     name = ("first", "second")[which]
     store: dict[str, Any] = {"directory": str(folder / "pages"), "page_tokens": PAGE}
     store |= {name: getattr(scenario, name) for name in ("head_groups", "layer_ranges")}
@@ -73,7 +76,8 @@ def side(scenario: Stored, which: int, folder: Path, **changed: str) -> tuple[An
     sizes = scenario.tp[which], scenario.blocks[which], scenario.stages[which]
     # A prompt that is not found is only a line for debugging.
     environment = {"VLLM_LOGGING_LEVEL": "DEBUG"} if changed else {}
-    return folder / f"{name}.log", environment, pair.settings(model, *sizes), connector
+    own = pair.settings(model, *sizes) | changed.get("settings", {})
+    return folder / f"{name}.log", environment, own, connector
 
 
 def store(engine: Process, expected: list[Any]) -> None:
@@ -129,6 +133,8 @@ def miss(scenario: Stored, changed: dict[str, str], expected: list[Any], folder:
 
 def rows(folder: Path, only: str) -> Iterator[tuple[str, str, str]]:
     """Yield the name, the connector and the outcome of each scenario with *only* in its name."""
+    import stored_adapters  # noqa: PLC0415 - it uses this module
+
     known: dict[str, list[Any]] = {}
     for place, scenario in enumerate(each for each in SCENARIOS if only in each.name):
         if scenario.model not in known:
@@ -139,3 +145,6 @@ def rows(folder: Path, only: str) -> Iterator[tuple[str, str, str]]:
         for field, changed in MISSES.items() if not place else ():
             name = f"stored: another {field}"
             yield name, "KvspecConnector", miss(scenario, changed, expected, logs)
+    if only in stored_adapters.NAME:
+        for name, found in stored_adapters.outcomes(folder / "stored-adapters"):
+            yield name, "KvspecConnector", found
