@@ -25,7 +25,7 @@ from kvspec.testing.kit.guard import Guard
 from kvspec.testing.kit.judging import PROFILES, look
 from kvspec.testing.kit.words import described
 from kvspec.testing.laws import LAWS, BrokenLawError
-from kvspec.testing.laws.page_names import ELSEWHERE, first_difference
+from kvspec.testing.laws.prompt_names import OTHER_PROCESS, first_difference
 from kvspec.testing.laws.stored_pages import StoredCase
 from kvspec.testing.stored import OwnStore, stored_cases
 from kvspec.testing.world import World
@@ -201,13 +201,13 @@ def test_each_field_of_both_identities_differs_in_some_pair() -> None:
 def test_first_difference_is_the_first_position_with_other_values(
     values: dict[str, Any], position: int | None
 ) -> None:
-    assert position == first_difference(BASE, changed(BASE, **values))
+    assert position == first_difference(BASE, changed(BASE, values))
 
 
 def test_first_difference_of_items_is_where_they_end_or_begin() -> None:
-    one = changed(BASE, media=[("a", 1, 2)])
-    assert 3 == first_difference(one, changed(BASE, media=[("a", 1, 3)]))
-    assert 1 == first_difference(one, changed(BASE, media=[("a", 2, 2)]))
+    one = changed(BASE, {"media": [("a", 1, 2)]})
+    assert 3 == first_difference(one, changed(BASE, {"media": [("a", 1, 3)]}))
+    assert 1 == first_difference(one, changed(BASE, {"media": [("a", 2, 2)]}))
 
 
 # Stores with a planted mistake. Each is kvspec's own store but for one method.
@@ -455,9 +455,9 @@ def test_names_that_differ_in_another_process_are_wrong(
     (tmp_path / "hashing_store.py").write_text(dedent(code), encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     system = import_module("hashing_store").SYSTEM
-    assert {ELSEWHERE} == facts(judge(system, axes=["names"]))
+    assert {OTHER_PROCESS} == facts(judge(system, axes=["names"]))
     other = attrs.evolve(system, names=hashed)
-    pair = next(pair for pair in prompt_pairs() if pair.fact == ELSEWHERE)
+    pair = next(pair for pair in prompt_pairs() if pair.fact == OTHER_PROCESS)
     assert Verdict.NOT_JUDGED is look(Guard(other, 5.0), [NAMES], pair)[15][0]
 
 

@@ -20,7 +20,7 @@ from kvspec.errors import SpecError
 from kvspec.stored import ModelIdentity, PromptIdentity, page_names, space_of
 from kvspec.testing import differing
 from kvspec.testing.differing import ITEMS, changed, prompt_pairs
-from kvspec.testing.laws.page_names import ELSEWHERE, PagedPrompt, first_difference
+from kvspec.testing.laws.prompt_names import OTHER_PROCESS, PagedPrompt, first_difference
 from kvspec.testing.stored import own_names
 from kvspec.tickets import MediaItem
 
@@ -52,17 +52,25 @@ def named(prompt: PagedPrompt) -> tuple[str, ...]:
 
 
 def extreme_prompts() -> Iterator[PagedPrompt]:
-    """Yield prompts with token ids that no engine has, and with one item twice."""
+    """Yield prompts with token ids that no engine has, one item twice, and items of other lengths.
+
+    An identifier decides the length of its item, so a foreign store may leave the length out.
+    """
     tokens = differing.BASE.token_ids
     for at, own in enumerate(tokens):
         for token in (-1, own + 2**32, own - 2**63):
-            yield changed(differing.BASE, token_ids=(*tokens[:at], token, *tokens[at + 1 :]))
-    yield changed(differing.BASE, media=(*ITEMS, ITEMS[0]))
+            yield changed(differing.BASE, {"token_ids": (*tokens[:at], token, *tokens[at + 1 :])})
+    cat, dog = ITEMS
+    for media in ((cat, dog, cat), (cat, ("dog", 5, 3)), (("cat", 1, 3), dog)):
+        yield changed(differing.BASE, {"media": media})
+    yield changed(differing.BASE, {"media": (("cat", 1, 1), ("dog", 5, 1))})
 
 
 def test_prompts_that_differ_share_no_last_page() -> None:
     """Also any two changed prompts share none, so no two fields can be confused."""
-    pairs = [pair for pair in prompt_pairs() if pair.fact not in ("length", "nothing", ELSEWHERE)]
+    pairs = [
+        pair for pair in prompt_pairs() if pair.fact not in ("length", "nothing", OTHER_PROCESS)
+    ]
     prompts = [each for pair in pairs for each in (pair.one, pair.other)] + [*extreme_prompts()]
     different = [each for at, each in enumerate(prompts) if each not in prompts[:at]]
     assert 100 < len(different)

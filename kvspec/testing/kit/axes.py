@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvspec.engines.engine import EngineSpec
     from kvspec.engines.group import KVCacheGroup
     from kvspec.testing.case import Case
-    from kvspec.testing.laws.page_names import PromptPair
+    from kvspec.testing.laws.prompt_names import PromptPair
     from kvspec.testing.laws.stored_pages import StoredCase
 
 # The axis of law 12. It has scripts instead of cases.
@@ -36,7 +36,7 @@ RELEASE = "release"
 # The axis of law 13. Its cases are the simplest ones, and their steps differ.
 STEPS = "steps"
 # The axes of laws 15 and 16, which judge pairs of prompts, and prompts that are stored.
-NAMES, PAGES = "names", "pages"
+NAMED, PAGES = "names", "pages"
 NARROWEST = attrs.asdict(Supports.only(), recurse=False)
 
 
@@ -92,7 +92,7 @@ class Axis:
         differs = narrow != attrs.evolve(narrow, **without)
         if self.name == "content" and differs:
             return [attrs.evolve(narrow, kinds=(kind,)) for kind in kinds]
-        return [narrow] if differs or self.name in (RELEASE, STEPS, NAMES) else []
+        return [narrow] if differs or self.name in (RELEASE, STEPS, NAMED) else []
 
 
 def _ratio(first: int, second: int) -> str:
@@ -265,7 +265,7 @@ AXES = (
     Axis("groups", ("hybrid", "drafts", "regrouped", "shared"), _groups, ("kinds",)),
     Axis(STEPS, (), _steps),
     Axis("everything", (), _everything),
-    Axis(NAMES, ("placements",), _names),
+    Axis(NAMED, ("placements",), _names),
     Axis(PAGES, ("placements",), _pages),
     Axis(RELEASE, ("lost", "repeated", "reused_ids"), values),
 )

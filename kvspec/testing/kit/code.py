@@ -21,7 +21,7 @@ import numpy as np
 from kvspec.descriptors.request import BlockTable
 from kvspec.stored import ModelIdentity, PromptIdentity, StoredSpec
 from kvspec.testing.case import Case
-from kvspec.testing.laws.page_names import PagedPrompt, PromptPair
+from kvspec.testing.laws.prompt_names import PagedPrompt, PromptPair
 from kvspec.testing.laws.release import Script
 from kvspec.testing.laws.stored_pages import StoredCase, StoredStep
 from kvspec.tickets import MediaItem
@@ -38,7 +38,7 @@ _PLACES |= dict.fromkeys((Case, PagedPrompt, PromptPair, StoredCase, StoredStep)
 _PLACES[MediaItem] = "kvspec.tickets."
 _IMPORTS: dict[type, str] = {
     Case: "from kvspec.testing import Case",
-    PromptPair: "from kvspec.testing.laws.page_names import PagedPrompt, PromptPair",
+    PromptPair: "from kvspec.testing.laws.prompt_names import PagedPrompt, PromptPair",
     StoredCase: "from kvspec.testing.laws.stored_pages import StoredCase, StoredStep",
 }
 

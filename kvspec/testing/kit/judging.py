@@ -31,13 +31,13 @@ from kvspec.testing import strategies
 from kvspec.testing.case import Case
 from kvspec.testing.differing import prompt_pairs
 from kvspec.testing.kinds import KINDS, kinds_of
-from kvspec.testing.kit.axes import AXES, CLASSES, NAMES, PAGES, RELEASE, STEPS, Axis
+from kvspec.testing.kit.axes import AXES, CLASSES, NAMED, PAGES, RELEASE, STEPS, Axis
 from kvspec.testing.kit.code import reproduction
 from kvspec.testing.kit.guard import FaultyAnswerError, Guard, NotAskedError, RefusedError, place_of
 from kvspec.testing.kit.must_cases import moves_nothing, must_cases
 from kvspec.testing.kit.system_report import Judgement, SystemReport, Verdict, WrongCase
 from kvspec.testing.laws import LAWS, Judged, Law, half_unanswered, unanswered
-from kvspec.testing.laws.page_names import PromptPair
+from kvspec.testing.laws.prompt_names import PromptPair
 from kvspec.testing.laws.release import Script, play
 from kvspec.testing.laws.stored_pages import StoredCase
 from kvspec.testing.laws.system import NothingToJudgeError, System, Trial
@@ -157,7 +157,7 @@ def not_judged(system: System, laws: Iterable[Law]) -> Iterator[Judgement]:
 def supported_axes(system: System, axes: Iterable[Axis] = AXES) -> list[Axis]:
     """Return the axes on which the system supports more than the simplest transfer."""
     kinds = kinds_of(system.supports)
-    silent = {axis for axis in (RELEASE, STEPS, NAMES, PAGES) if getattr(system, axis) is None}
+    silent = {axis for axis in (RELEASE, STEPS, NAMED, PAGES) if getattr(system, axis) is None}
     return [
         axis for axis in axes if axis.name not in silent and axis.narrowed(system.supports, kinds)
     ]
@@ -202,7 +202,7 @@ def judged_cases(
     """
     alone = [law for law in laws if not law.between and not law.alters]
     listed: Iterable[Any] = must_cases(axis.name, narrow) if alone else ()
-    if axis.name == NAMES:
+    if axis.name == NAMED:
         listed = prompt_pairs(placements=narrow.placements)
     for case in listed:
         yield alone, (case, None)
@@ -216,7 +216,7 @@ def _examples(axis: Axis, profile: Profile) -> int:
     # Only law 13 judges these small cases, and there are several ways to cut a request.
     drawn[STEPS] = 2 * profile.examples
     # All pairs of prompts are listed, and all kinds of stored cases are drawn together.
-    drawn |= {NAMES: 1, PAGES: 8 * profile.examples}
+    drawn |= {NAMED: 1, PAGES: 8 * profile.examples}
     return drawn.get(axis.name, profile.examples)
 
 
@@ -260,7 +260,7 @@ def _settings(examples: int, phases: Sequence[Phase]) -> settings:
 
 def axes_of(law: Law, axes: Iterable[Axis]) -> list[Axis]:
     """Return the axes on which *law* is judged."""
-    own = {Script: RELEASE, PromptPair: NAMES, StoredCase: PAGES}
+    own = {Script: RELEASE, PromptPair: NAMED, StoredCase: PAGES}
     if law.of in own:
         return [axis for axis in axes if axis.name == own[law.of]]
     others = {*own.values(), *(() if "steps" in law.asks else (STEPS,))}

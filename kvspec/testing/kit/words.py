@@ -20,7 +20,7 @@ from kvspec.testing.world import plan_of
 if TYPE_CHECKING:
     from kvspec.engines.engine import EngineSpec
     from kvspec.testing.laws import Judged, Law, System
-    from kvspec.testing.laws.page_names import PromptPair
+    from kvspec.testing.laws.prompt_names import PromptPair
 
 # Lines of the right plan, and of the moves of the system. A smallest case rarely has more.
 _MAX_LINES = 12

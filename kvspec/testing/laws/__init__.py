@@ -57,13 +57,13 @@ from kvspec.testing.laws import (
     long_runs,
     meaning,
     moves,
-    page_names,
+    prompt_names,
     refusal,
     steps,
     stored_pages,
     whole,
 )
-from kvspec.testing.laws.page_names import PromptPair
+from kvspec.testing.laws.prompt_names import PromptPair
 from kvspec.testing.laws.release import Script
 from kvspec.testing.laws.stored_pages import StoredCase
 from kvspec.testing.laws.system import KVSPEC, Move, NothingToJudgeError, System, Trial
@@ -285,7 +285,7 @@ LAWS = (
         "Two prompts that differ in one fact share no name of a page that depends on this fact."
         " Equal prompts have equal names. A longer prompt keeps the names of its prefix.",
         ("names",),
-        (page_names.names,),
+        (prompt_names.names,),
         of=PromptPair,
     ),
     Law(

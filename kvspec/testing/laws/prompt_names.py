@@ -59,7 +59,7 @@ class PagedPrompt:
     token_ids: tuple[int, ...] = attrs.field(converter=_ids)
 
 
-ELSEWHERE = "another process"
+OTHER_PROCESS = "another process"
 """The fact of two equal prompts of which another process names the second one."""
 _SECONDS = 60.0
 _NAME_IT = """
@@ -124,7 +124,7 @@ def _media(prompt: PagedPrompt, position: int) -> set[tuple[str, int]]:
 def names(trial: Trial) -> Iterator[str]:
     """Yield each pair of pages that share a name, or should share one and do not."""
     pair: Any = trial.case
-    ask = _named_elsewhere if pair.fact == ELSEWHERE else _named
+    ask = _named_elsewhere if pair.fact == OTHER_PROCESS else _named
     one, other = _named(trial.system, pair.one), ask(trial.system, pair.other)
     for own in (one, other):
         for first, second in product(range(len(own)), repeat=2):
