@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from importlib import import_module
 from itertools import count, product
 from pathlib import Path
@@ -21,8 +22,9 @@ from kvspec.stored import ModelIdentity, PromptIdentity, StoredSpec
 from kvspec.testing.differing import BASE, changed, prompt_pairs
 from kvspec.testing.kit import Supports, System, Verdict, as_code, judge
 from kvspec.testing.kit.axes import AXES
+from kvspec.testing.kit.code import reproduction
 from kvspec.testing.kit.guard import Guard
-from kvspec.testing.kit.judging import PROFILES, look
+from kvspec.testing.kit.judging import PROFILES, _drawn, _examples, _pairs, look
 from kvspec.testing.kit.words import described
 from kvspec.testing.laws import LAWS, BrokenLawError
 from kvspec.testing.laws.prompt_names import OTHER_PROCESS, first_difference
@@ -301,6 +303,16 @@ class Crashing(OwnStore):
         raise KeyError(len(here.consumers))
 
 
+@lru_cache
+def ci_cases() -> list[StoredCase]:
+    """Return the cases that the profile `ci` draws for such a store."""
+    (axis,) = [axis for axis in AXES if axis.name == "pages"]
+    (narrow,) = axis.narrowed(CUT, ["full"])
+    system = attrs.evolve(storing(pages=OwnStore), supports=CUT)
+    number = _examples(axis, PROFILES["ci"])
+    return [case for case, _ in _drawn(_pairs(system, [PAGES], narrow), number, 0)]
+
+
 @pytest.mark.parametrize(
     ("store", "words"),
     [
@@ -313,15 +325,22 @@ class Crashing(OwnStore):
 )  # fmt: skip
 def test_ci_finds_each_mistake_of_a_store(store: Any, words: str) -> None:
     system = attrs.evolve(storing(pages=store), supports=CUT)
-    report = judge(system, axes=["pages"], profile=CI)
+    guard = Guard(system, PROFILES["ci"].seconds)
+    verdicts = ((case, look(guard, [PAGES], case)[16]) for case in ci_cases())
+    case, fault = next((case, fault) for case, (verdict, fault) in verdicts if verdict == "wrong")
+    assert words in fault
+    code = reproduction(system, PAGES, case).replace("system = ...  # your system", "")
+    with pytest.raises((BrokenLawError, KeyError)):
+        exec(code, {"system": system})  # noqa: S102 - the code that a report prints
+    assert any("steps" in line for line in described(case, PAGES))
+
+
+def test_report_shows_the_smallest_case_of_a_store() -> None:
+    report = judge(storing(pages=Nothing), axes=["pages"], profile=CI)
     found = report.wrong[0].wrong_case
     assert found is not None
-    assert words in found.fault
-    names: dict[str, Any] = {"system": system}
-    code = found.code.replace("system = ...  # your system", "")
-    with pytest.raises((BrokenLawError, KeyError)):
-        exec(code, names)  # noqa: S102 - the code that a report prints
-    assert any("steps" in line for line in described(found.case, PAGES))
+    assert "lookup: " in found.fault
+    assert "steps     end at" in report.to_html()
 
 
 def test_store_of_whole_blocks_with_a_cut_of_its_own_gets_such_pages() -> None:
