@@ -118,6 +118,9 @@ class ForeignObjects(ABC):
     def pin(self, space: str, pages: Sequence[str], owner: str, duration: float) -> None:  # noqa: B027
         """Do nothing: the other program may remove an object at any time."""
 
+    def use(self, space: str, pages: Sequence[str]) -> None:  # noqa: B027 - as for pins
+        """Do nothing."""
+
     def unpin(self, owner: str) -> None:  # noqa: B027 - there is nothing to end
         """Do nothing."""
 

@@ -115,6 +115,9 @@ class BucketObjects:
         check_pages(space, pages)
         pin_seconds(duration)
 
+    def use(self, space: str, pages: Sequence[str]) -> None:
+        """Do nothing: a bucket has no times of use."""
+
     def unpin(self, owner: str) -> None:
         """Do nothing."""
 

@@ -215,6 +215,13 @@ class FileObjects:
         with suppress(IndexUnavailable):  # Without pins, a page that leaves too early is absent.
             self._index.pin([own + name for name in dict.fromkeys(names)], owner, longest)
 
+    def use(self, space: str, pages: Sequence[str]) -> None:
+        """Note that pages of a prompt are used. Without a limit of bytes, nothing is noted."""
+        own, names = check_pages(space, pages)
+        if self.limit is not None:
+            with suppress(IndexUnavailable):
+                self._index.use([own + name for name in names])
+
     def unpin(self, owner: str) -> None:
         """End the pins of *owner*."""
         with suppress(IndexUnavailable):

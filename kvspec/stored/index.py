@@ -11,7 +11,9 @@ How it works:
         pins     owner, until (seconds), pages
 
     `used` is a time in nanoseconds, or one more than the last one. So it grows even if the clock is
-    set back. A pin ends at its time, or if it would last longer than `MAX_PIN`.
+    set back. Of several pages that are used together, the first one has the largest number: a page
+    is useful only with the pages before it, so the last one leaves first. A pin ends at its time,
+    or if it would last longer than `MAX_PIN`.
 
     The database has a directory of its own. If it is corrupt, the directory is renamed, so that the
     files of SQLite stay together. An index that cannot be changed, because another process
@@ -182,6 +184,11 @@ class PageIndex:
             row = owner, time.time() + duration, b"".join(pages)
             sql.execute("INSERT OR REPLACE INTO pins VALUES (?, ?, ?)", row)
 
+    def use(self, pages: Sequence[bytes]) -> None:
+        """Note that *pages* of a prompt, from its first page on, are used now."""
+        with self._changing() as sql:
+            _use(sql, pages)
+
     def unpin(self, owner: str) -> None:
         """End the pins of *owner*. Its pages count as used now."""
         with self._changing() as sql:
@@ -231,11 +238,8 @@ class PageIndex:
     def _end_pins(sql: sqlite3.Connection, which: str, values: tuple[object, ...]) -> None:
         ended = sql.execute(f"SELECT pages FROM pins WHERE {which}", values).fetchall()  # noqa: S608
         sql.execute(f"DELETE FROM pins WHERE {which}", values)  # noqa: S608
-        last = sql.execute("SELECT ifnull(max(used), 0) FROM pages").fetchone()
-        used = max(time.time_ns(), min(_checked(last, int)[0] + 1, _MOST_USED))
-        for some in _some([page for row in ended for page in _split(_checked(row, bytes)[0])]):
-            known = f"UPDATE pages SET used = ? WHERE page IN ({_marks(some)})"  # noqa: S608
-            sql.execute(known, (used, *some))
+        for row in ended:
+            _use(sql, [*_split(_checked(row, bytes)[0])])
 
     @contextmanager
     def _changing(self) -> Iterator[sqlite3.Connection]:
@@ -328,6 +332,14 @@ class PageIndex:
             self._stale.touch(self._mode & 0o666)
             if self._identity() == found:
                 self._folder.rename(f"{self._folder}.damaged-{os.getpid()}-{time.time_ns()}")
+
+
+def _use(sql: sqlite3.Connection, pages: Sequence[bytes]) -> None:
+    last = sql.execute("SELECT ifnull(max(used), 0) FROM pages").fetchone()
+    start = min(_checked(last, int)[0] + 1, _MOST_USED - len(pages))
+    used = range(max(time.time_ns(), start) + len(pages), 0, -1)
+    rows = zip(used, pages, strict=False)
+    sql.executemany("UPDATE pages SET used = ? WHERE page = ?", rows)
 
 
 def _some(pages: Sequence[bytes]) -> Iterator[Sequence[bytes]]:

@@ -227,8 +227,16 @@ class Objects(Protocol):
             duration: Seconds, at most `MAX_PIN`.
         """
 
+    def use(self, space: str, pages: Sequence[str]) -> None:
+        """Note that pages are used, so that they leave late, and the last of them first.
+
+        Args:
+            space: Space of the pages.
+            pages: Names of pages of a prompt, from its first page on. They need not be stored.
+        """
+
     def unpin(self, owner: str) -> None:
-        """End the pins of *owner*, if there are any."""
+        """End the pins of *owner*, if there are any. Its pages count as used now."""
 
     def remove(self, keys: Sequence[ObjectKey]) -> int:
         """Remove objects that a store of kvspec wrote. Return how many were there."""
@@ -321,7 +329,6 @@ class MemoryObjects:
             stored = self._pages.get(key[:2], {}).get(key)
             if stored is None:
                 raise absent(key)
-            self._pages.move_to_end(key[:2])
         payload, expected = stored
         if into.nbytes != len(payload):
             raise StoreError("foreign", str(key), "bytes", len(payload), f"{into.nbytes} bytes")
@@ -348,8 +355,15 @@ class MemoryObjects:
         pinned = frozenset((space, page) for page in pages)
         with self._lock:
             self._pins[owner] = until, pinned
-            for page in pinned & self._pages.keys():
-                self._pages.move_to_end(page)
+        self.use(space, pages)
+
+    def use(self, space: str, pages: Sequence[str]) -> None:
+        """Note that pages of a prompt are used."""
+        check_pages(space, pages)
+        with self._lock:
+            for page in reversed(pages):
+                if (space, page) in self._pages:
+                    self._pages.move_to_end((space, page))
 
     def unpin(self, owner: str) -> None:
         """End the pins of *owner*."""

@@ -481,6 +481,9 @@ class RankPages:
                 for group, pages in whole.items()
             }
             saved = Saved(not_whole={group: pages for group, pages in missing.items() if pages})
+            objects, space = self.store.objects, self.store.space
+            # A page is useful only with the pages before it, so these leave last.
+            objects.use(space, names[:first_page])
             for batch in _batches(wanted, slots.pages):
                 for stored in slots.objects:
                     pages = [
@@ -489,6 +492,7 @@ class RankPages:
                         if page in batch and plan.writer(*stored, page) == self.cache.rank
                     ]
                     saved = self._save(saved, stored, pages, names, (tables, states))
+            objects.use(space, names[: wanted.stop])
             return saved
 
     def _save(

@@ -1,26 +1,16 @@
-"""The law of stored pages: two hops are one hop.
+"""Prompts that one engine stores and another one loads, and kvspec's own store.
 
-An engine stores the pages of a prompt step by step. Another engine loads them. Then its memory must
-be as after a direct transfer between the two: the byte oracle judges both in the same way.
-
-Invariant: the law uses the planner of stored pages only through the interface for connectors.
+Invariant: `OwnStore` uses the planner of stored pages only through the interface for connectors.
 
 How it works:
-    Each step of the producer is a memory of its own, with the tokens up to the end of the step and
-    with block tables of its own. The last step of a model with states ends where the state is:
-
-        page tokens 4, steps end at 6, 8, 13
-        step    finished pages    state at     stored
-        6       0                 6            page 0, without a state
-        8       1                 8            page 1, with the state
-        13      2                 13           page 2, without a state
-
-    The consumer then finds 3 pages without states, or 2 pages with states.
+    `stored_cases` draws the steps of the producer. A model with states loads up to the end of the
+    last step that ends at the end of a page. `kvspec.testing.laws.stored_pages` has an example.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from math import lcm
 from typing import Any
@@ -28,63 +18,28 @@ from typing import Any
 import attrs
 from hypothesis import strategies as st
 
+from kvspec.check.counting import context_of
 from kvspec.descriptors.request import BlockTable, TransferRequest
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import SpecError
-from kvspec.stored.names import ModelIdentity, PromptIdentity
+from kvspec.ownership.parallel import RankId
+from kvspec.stored.names import ModelIdentity, PromptIdentity, page_names, space_of
 from kvspec.stored.objects import MemoryObjects, Objects
 from kvspec.stored.placement import StoredSpec, is_state
 from kvspec.stored.plans import plan_store, whole_engine
-from kvspec.stored.store import PageStore
-from kvspec.testing import oracle
+from kvspec.stored.store import Hit, PageStore
 from kvspec.testing.kinds import KINDS
+from kvspec.testing.laws.stored_pages import StoredCase, StoredStep, pages
+from kvspec.testing.laws.system import System, Trial
 from kvspec.testing.pairs import engine_pairs
 from kvspec.testing.parallels import sample
 from kvspec.testing.requests import tables
 from kvspec.testing.supports import EVERYTHING, Supports
-from kvspec.testing.world import SEED, held, snapshot
+from kvspec.testing.world import World
 
 STORABLE = tuple(kind for kind in KINDS if kind not in ("cross", "ring"))
 """The kinds of layers that can be stored."""
-STORED_MODEL = ModelIdentity(model="m", revision="r", weights="", quantization="", overrides="")
 _LONGEST_PROMPT = 48
-
-
-@attrs.frozen(kw_only=True)
-class StoredStep:
-    """Block tables and pools of one engine at one length of the prompt.
-
-    Attributes:
-        request: The request with the length. Its tables are those of the engine on both sides.
-        pool: Number of blocks of each group, by its name.
-    """
-
-    request: TransferRequest
-    pool: Mapping[str, int]
-
-
-@attrs.frozen(kw_only=True)
-class StoredCase:
-    """A prompt that one engine stores, and another one loads.
-
-    Attributes:
-        producer: The engine that stores.
-        consumer: The engine that loads.
-        placement: The placement of the pages.
-        steps: The lengths of the prompt after each step of the producer, with its tables.
-        loaded: The tables of the consumer. The length is that of the longest stored prefix.
-    """
-
-    producer: EngineSpec
-    consumer: EngineSpec
-    placement: StoredSpec
-    steps: tuple[StoredStep, ...]
-    loaded: StoredStep
-
-    @property
-    def token_ids(self) -> list[int]:
-        """The tokens of the prompt."""
-        return list(range(self.steps[-1].request.num_tokens))
 
 
 def has_states(engine: EngineSpec) -> bool:
@@ -104,7 +59,10 @@ def stored_cases(
         supports: What may be drawn.
     """
     producer, consumer = _same_layers(*draw(engine_pairs(kinds, 4, supports=supports)))
-    placement = draw(placements(producer))
+    blocks = [
+        _virtual_block(engine) if supports.equal_blocks else 1 for engine in (producer, consumer)
+    ]
+    placement = draw(placements(producer, lcm(*blocks), own_cut=not supports.placements))
     size = placement.page_tokens
     most = max(size, _LONGEST_PROMPT)
     ends = draw(st.lists(st.integers(1, most), max_size=2, unique=True))
@@ -119,14 +77,31 @@ def stored_cases(
     if has_states(producer):
         stored = max(length // size for length in lengths if length % size == 0)
     row = lcm(*(max(1, part.tokens_per_state) for g in consumer.groups for part in g.own_parts))
-    cached = row * draw(sample(0, 0, 0, *range(stored * size // row + 1)))
+    if supports.prefixes == "blocks":
+        row = lcm(row, _virtual_block(consumer), _virtual_block(producer))
+    most_cached = 0 if supports.prefixes == "none" else stored * size // row
+    cached = row * draw(sample(0, 0, 0, *range(most_cached + 1)))
+    # Without the last step, less may be stored.
+    ranks = producer.parallel.ranks
+    absent = draw(sample(*[None] * 3, draw(st.sampled_from(ranks)))) if len(ranks) > 1 else None
     return StoredCase(
         producer=producer,
         consumer=consumer,
         placement=placement,
         steps=tuple(steps),
         loaded=draw(_side(consumer, stored * size, cached, None, supports)),
+        absent=absent,
     )
+
+
+def _virtual_block(engine: EngineSpec) -> int:
+    """Return the tokens of whole blocks of all groups of *engine* that have tokens."""
+    blocks = (
+        group.spec.block_size * context_of(engine, RankId(), group)[1]
+        for group in engine.groups
+        if not is_state(group.spec)
+    )
+    return lcm(*blocks)
 
 
 @st.composite
@@ -166,15 +141,27 @@ def _same_layers(producer: EngineSpec, consumer: EngineSpec) -> tuple[EngineSpec
 
 
 @st.composite
-def placements(draw: st.DrawFn, engine: EngineSpec) -> StoredSpec:
-    """Draw a placement to which *engine* can store pages."""
+def placements(
+    draw: st.DrawFn, engine: EngineSpec, multiple: int = 1, *, own_cut: bool = False
+) -> StoredSpec:
+    """Draw a placement to which *engine* can store pages.
+
+    Args:
+        draw: Passed by Hypothesis.
+        engine: The engine.
+        multiple: The tokens of a page are a multiple of it.
+        own_cut: Whether only the tokens of a page matter, since the store has a cut of its own.
+    """
     sizes, parts = engine.parallel, [p for group in engine.groups for p in group.own_parts]
     rows = lcm(sizes.interleave_size, *(max(1, part.tokens_per_state) for part in parts))
-    step = rows * sizes.context_size
+    step = lcm(rows * sizes.context_size, multiple)
     layers = [layer for layer in engine.homes if layer not in engine.excluded]
     stages = tuple(names for _, names in sorted(engine.by_stage(layers).items()))
+    page_tokens = step * draw(st.integers(1, max(1, 16 // step)))
+    if own_cut:
+        return StoredSpec.of(engine, page_tokens=page_tokens, head_groups=1)
     fields: dict[str, Any] = {
-        "page_tokens": step * draw(st.integers(1, max(1, 16 // step))),
+        "page_tokens": page_tokens,
         "layer_ranges": stages if sizes.pp_size > 1 else draw(sample(None, stages)),
         "context_size": sizes.context_size,
         "interleave_size": sizes.interleave_size,
@@ -195,60 +182,73 @@ def placements(draw: st.DrawFn, engine: EngineSpec) -> StoredSpec:
     return draw(st.nothing())
 
 
-def two_hops(case: StoredCase, objects: Objects | None = None) -> list[str]:
-    """Return a line for each byte that is wrong after the load.
-
-    Args:
-        case: The prompt.
-        objects: The place of the objects. Memory of this process by default.
-    """
-    store = PageStore(case.placement, STORED_MODEL, MemoryObjects() if objects is None else objects)
-    names = store.names(case.token_ids, PromptIdentity.of_text())
-    done = 0
-    for step in case.steps:
-        _save_step(case, store, names, done, step)
-        done = step.request.num_tokens
-    loaded, size = case.loaded, case.placement.page_tokens
-    hit = store.lookup(names, case.consumer)
-    if hit.num_tokens != loaded.request.num_tokens:
-        return [f"lookup: expected {loaded.request.num_tokens} tokens, got {hit.num_tokens}"]
-    ranks = held(case.consumer, loaded.pool)
-    blocks = loaded.request.consumer_blocks
-    for rank, (_, storage) in ranks.items():
-        own = case.consumer, rank, storage, loaded.pool, blocks, loaded.request
-        oracle.spoil(*own, seed=SEED)
-    before = snapshot(ranks)
-    faults: list[str] = []
-    cached: Any = loaded.request.cached_tokens
-    for rank, (cache, storage) in ranks.items():
-        pages = store.rank_pages(cache, buffer_bytes=2 * size)
-        pages.load(hit, hit.num_pages, blocks, cached_tokens=cached)
-        memory = case.consumer, rank, before[rank], storage, loaded.pool, blocks, loaded.request
-        faults += oracle.check(*memory, seed=SEED, source=case.producer)
-    hit.close()
-    return faults
+def own_names(
+    model: ModelIdentity, prompt: PromptIdentity, placement: StoredSpec, token_ids: Sequence[int]
+) -> tuple[str, ...]:
+    """Return kvspec's names of the whole pages of a prompt."""
+    space = space_of(model, placement.digest)
+    return page_names(space, token_ids, placement.page_tokens, prompt)
 
 
-def _save_step(
-    case: StoredCase, store: PageStore, names: tuple[str, ...], done: int, step: StoredStep
-) -> None:
-    """Save the pages that the producer has finished in *step*, after *done* tokens."""
-    size, engine, length = case.placement.page_tokens, case.producer, step.request.num_tokens
-    blocks = step.request.producer_blocks
-    states = {
-        group.name: {length: _state_block(group.spec.block_size, blocks[group.name], length)}
-        for group in engine.groups
-        if is_state(group.spec) and group.name in blocks
-    }
-    ranks = held(engine, step.pool)
-    for rank, (cache, storage) in ranks.items():
-        oracle.fill(engine, rank, storage, step.pool, blocks, step.request, seed=SEED)
-        pages = store.rank_pages(cache, buffer_bytes=2 * size)
-        first = done // size
-        pages.save(names, first, length // size - first, blocks, states)
+class OwnStore:
+    """kvspec's own store with the pages of one prompt. See `laws.stored_pages.Storing`."""
+
+    def __init__(
+        self,
+        model: ModelIdentity,
+        prompt: PromptIdentity,
+        placement: StoredSpec,
+        token_ids: Sequence[int],
+        objects: Objects | None = None,
+    ) -> None:
+        """Open the store. The *objects* are in the memory of this process by default."""
+        self.store = PageStore(placement, model, MemoryObjects() if objects is None else objects)
+        self.names = self.store.names(token_ids, prompt)
+        self.page_tokens = placement.page_tokens
+        self.hit: Hit | None = None
+
+    def save(self, here: World, tokens: range) -> None:
+        """Save the pages that are whole after these *tokens*."""
+        request, engine = here.case.request, here.case.producer
+        tables, length = request.producer_blocks, request.num_tokens
+        states = {
+            group.name: {length: _state_block(group.spec.block_size, tables[group.name], length)}
+            for group in engine.groups
+            if is_state(group.spec) and group.name in tables
+        }
+        first, stop = tokens.start // self.page_tokens, tokens.stop // self.page_tokens
+        for cache, _ in here.producers.values():
+            rank = self.store.rank_pages(cache, buffer_bytes=2 * self.page_tokens)
+            rank.save(self.names, first, stop - first, tables, states)
+
+    def lookup(self, consumer: EngineSpec) -> int:
+        """Return how many tokens *consumer* can load, and pin their objects."""
+        self.hit = self.store.lookup(self.names, consumer)
+        return self.hit.num_tokens
+
+    def load(self, here: World) -> None:
+        """Load what `lookup` has found."""
+        request: Any = here.case.request
+        with self.hit or self.store.lookup(self.names, here.case.consumer) as hit:
+            for cache, _ in here.consumers.values():
+                rank = self.store.rank_pages(cache, buffer_bytes=2 * self.page_tokens)
+                cached = request.cached_tokens
+                rank.load(hit, hit.num_pages, request.consumer_blocks, cached_tokens=cached)
 
 
 def _state_block(block_size: int, table: BlockTable, length: int) -> int:
     """Return the block of the state after *length* tokens."""
     at = 0 if len(table.block_ids) == 1 else (length - 1 - table.first_token) // block_size
     return int(table.block_ids[at])
+
+
+def two_hops(case: StoredCase, objects: Objects | None = None) -> list[str]:
+    """Return the faults of kvspec's own store in *case*, by law 16.
+
+    Args:
+        case: The prompt.
+        objects: The place of the objects. Memory of this process by default.
+    """
+    store = partial(OwnStore, objects=objects)
+    stored: Any = case
+    return list(pages(Trial(System(name="kvspec", pages=store), stored)))

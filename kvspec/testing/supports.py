@@ -137,6 +137,8 @@ class Supports:
         shared: Whether the groups of an engine may share one memory, as in vLLM. Then all pages are
             padded to equal bytes. Such cases need *hybrid*, and a layout that begins with "LB".
         policies: Replica policies: "spread", "first" or "stripe". None allows all, also "nearest".
+        placements: Whether a store cuts its pages into objects as a `StoredSpec` describes. If not,
+            only the number of tokens of a page varies.
         lost: Whether notifications may be lost. Then only time frees a request.
         repeated: Whether notifications may arrive twice, or late.
         reused_ids: Whether a request id may be used again.
@@ -175,6 +177,7 @@ class Supports:
     regrouped: bool = _allowed()
     shared: bool = _allowed()
     policies: tuple[str, ...] | None = _some("spread", _are_policies)
+    placements: bool = _allowed()
     lost: bool = _allowed()
     repeated: bool = _allowed()
     reused_ids: bool = _allowed()

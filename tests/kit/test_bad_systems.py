@@ -448,7 +448,7 @@ def test_judge_goes_on_after_each_fault_and_reports_all_laws() -> None:
         for j in report.judgements
         if j.verdict is Verdict.NOT_JUDGED and j.words != "not drawn"
     }
-    assert {2, 7, 12, 13} == silent
+    assert {2, 7, 12, 13, 15, 16} == silent
 
 
 def test_within_restores_the_timer_of_a_test_runner() -> None:

@@ -1,4 +1,4 @@
-"""kvspec keeps all laws of its own kit at all four levels, through the same public protocol."""
+"""kvspec keeps all laws of its own kit at all five levels, through the same public protocol."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ SMALL = Profile("small", examples=2, each=1, everything=2, seconds=120.0, shrink
 
 
 def test_system_answers_on_all_levels() -> None:
-    questions = ("moves", "tells", "descriptors", "prepared", "steps", "release", "connector")
+    copies = ("moves", "tells", "descriptors", "prepared", "steps")
+    questions = (*copies, "release", "connector", "names", "pages")
     assert all(getattr(SYSTEM, question) is not None for question in questions)
 
 

@@ -193,7 +193,7 @@ def test_each_axis_narrows_to_what_is_supported() -> None:
 def test_axis_is_left_out_if_only_the_simplest_is_supported() -> None:
     simple = Supports.only(kinds=["full"])
     left = [axis.name for axis in AXES if axis.narrowed(simple, ("full",))]
-    assert left == ["kinds", "steps", "everything", "release"]
+    assert left == ["kinds", "steps", "everything", "names", "pages", "release"]
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,8 @@ def test_museum_shows_at_least_25_different_bugs() -> None:
 
 
 def test_each_law_catches_a_bug_except_law_2_which_is_about_the_others() -> None:
-    assert {law.number for law in LAWS} - {2} == {exhibit.law for exhibit in EXHIBITS}
+    """Laws 15 and 16 are about stores: `tests/kit/test_stores.py` has their mistakes."""
+    assert {law.number for law in LAWS} - {2, 15, 16} == {exhibit.law for exhibit in EXHIBITS}
 
 
 def test_museum_page_lists_every_exhibit() -> None:

@@ -1,7 +1,7 @@
 """Requests that differ in one field never share a name, for every field.
 
-vLLM's suite for its block hashes (vllm#53769) had this idea. Here, the facts of a request are one
-flat mapping, so a test can change each of them, and compare each result with all others.
+vLLM's suite for its block hashes (vllm#53769) had this idea. `kvspec.testing.differing` has the
+list of changes, by which the kit judges foreign stores, too.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ from hypothesis import strategies as st
 
 from kvspec.errors import SpecError
 from kvspec.stored import ModelIdentity, PromptIdentity, page_names, space_of
+from kvspec.testing import differing
+from kvspec.testing.differing import ITEMS, changed, prompt_pairs
+from kvspec.testing.laws.prompt_names import OTHER_PROCESS, PagedPrompt, first_difference
+from kvspec.testing.stored import own_names
 from kvspec.tickets import MediaItem
 
-ITEMS = (("cat", 1, 2), ("dog", 5, 2))
 BASE: dict[str, Any] = {
     "model": "org/m", "revision": "0e9e39f", "weights": "", "quantization": "", "overrides": "",
     "placement": "ab" * 32, "page_tokens": 4, "token_ids": tuple(range(10, 18)),
@@ -38,52 +41,48 @@ def names_of(facts: dict[str, Any]) -> tuple[str, ...]:
     return page_names(space, facts["token_ids"], facts["page_tokens"], prompt)
 
 
-def changes() -> Iterator[tuple[str, Any]]:
-    """Yield the field and the new value of each request. Each field has at least one."""
-    for name in ("model", "revision"):
-        yield from ((name, text) for text in ("org/M", "org/m ", "org/m\0", "0", "None"))
-    for name in ("weights", "quantization", "overrides", "adapter", "embeddings", "salt"):
-        # Equal texts in two fields, a text that is two fields, and both forms of one letter.
-        texts = ["x", "x\0", "None", "0", '","salt":"', "x@y", "\u00e9", "e\u0301", "\U0001f600"]
-        yield from ((name, text) for text in texts)
-    yield from (("salt", b"\xff"), ("salt", "x" * 999), ("placement", "0" * 64))
-    yield from (("page_tokens", size) for size in (1, 2, 3, 8))
-    for at in range(8):
-        for token in (0, -1, BASE["token_ids"][at] + 2**32, BASE["token_ids"][at] - 2**63):
-            yield "token_ids", (*BASE["token_ids"][:at], token, *BASE["token_ids"][at + 1 :])
-    yield "token_ids", BASE["token_ids"][::-1]
-    for at, item in enumerate(ITEMS):
-        rest = ITEMS[:at] + ITEMS[at + 1 :]
-        identifier, start, length = item
-        yield "media", rest
-        yield "media", (*ITEMS, item)
-        for name in (f"{identifier}2", f'{identifier}",1', f"{identifier}\0"):
-            yield "media", (*rest, (name, start, length))
-        yield "media", (*rest, (identifier, start + 1, length))
-        yield "media", (*rest, (identifier, start, length + 1))
-    yield "media", tuple((identifier, start, 3 - length) for identifier, start, length in ITEMS)
-    yield "media", (("dog", 1, 2), ("cat", 5, 2))
+def last_name(prompt: PagedPrompt) -> str:
+    """Return the name of the last page of a prompt."""
+    return named(prompt)[-1]
 
 
-def test_requests_that_differ_in_one_field_share_no_last_page() -> None:
-    """Also any two changed requests share none, so no two fields can be confused."""
-    cases = [BASE, *({**BASE, field: value} for field, value in changes())]
-    assert set(BASE) == {field for field, _ in changes()}
-    assert 100 < len(cases)
-    last = [names_of(case)[-1] for case in cases]
-    equal = [(a, b) for a, b in itertools.combinations(range(len(last)), 2) if last[a] == last[b]]
-    assert [] == equal
+def named(prompt: PagedPrompt) -> tuple[str, ...]:
+    """Return the names of the pages of a prompt."""
+    return own_names(prompt.model, prompt.prompt, prompt.placement, prompt.token_ids)
+
+
+def extreme_prompts() -> Iterator[PagedPrompt]:
+    """Yield prompts with token ids that no engine has, one item twice, and items of other lengths.
+
+    An identifier decides the length of its item, so a foreign store may leave the length out.
+    """
+    tokens = differing.BASE.token_ids
+    for at, own in enumerate(tokens):
+        for token in (-1, own + 2**32, own - 2**63):
+            yield changed(differing.BASE, {"token_ids": (*tokens[:at], token, *tokens[at + 1 :])})
+    cat, dog = ITEMS
+    for media in ((cat, dog, cat), (cat, ("dog", 5, 3)), (("cat", 1, 3), dog)):
+        yield changed(differing.BASE, {"media": media})
+    yield changed(differing.BASE, {"media": (("cat", 1, 1), ("dog", 5, 1))})
+
+
+def test_prompts_that_differ_share_no_last_page() -> None:
+    """Also any two changed prompts share none, so no two fields can be confused."""
+    pairs = [
+        pair for pair in prompt_pairs() if pair.fact not in ("length", "nothing", OTHER_PROCESS)
+    ]
+    prompts = [each for pair in pairs for each in (pair.one, pair.other)] + [*extreme_prompts()]
+    different = [each for at, each in enumerate(prompts) if each not in prompts[:at]]
+    assert 100 < len(different)
+    assert len(different) == len(set(map(last_name, different)))
 
 
 def test_first_page_differs_unless_the_change_is_behind_it() -> None:
-    first = names_of(BASE)[0]
-    for field, value in changes():
-        names = names_of({**BASE, field: value})
-        behind = field == "token_ids" and value[:4] == BASE["token_ids"][:4]
-        early = [item for item in value if item[1] < 4] if field == "media" else []
-        behind |= field == "media" and early == [ITEMS[0]]
-        assert behind == (first == names[0])
-        assert len(names) == len(set(names))
+    for pair in prompt_pairs():
+        position = first_difference(pair.one, pair.other)
+        names = named(pair.one), named(pair.other)
+        assert (names[0][0] == names[1][0]) == (position is None or position >= 4)
+        assert all(len(own) == len(set(own)) for own in names)
 
 
 TEXT = st.text(alphabet='ab"\\,:\x00\u00e9', max_size=3)

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvspec.testing.stored import STORABLE, StoredCase, stored_cases, two_hops
+from kvspec.testing.laws.stored_pages import StoredCase
+from kvspec.testing.stored import STORABLE, stored_cases, two_hops
 
 
 @given(stored_cases())

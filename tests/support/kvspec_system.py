@@ -1,7 +1,7 @@
-"""kvspec itself as a system of all four levels, in the way in which any connector describes itself.
+"""kvspec itself as a system of all five levels, in the way in which any connector describes itself.
 
-The levels a and b are those of `laws.KVSPEC`. Level c wraps the ledgers, and level d opens a
-session for each rank over a NIXL in this process.
+The levels a and b are those of `laws.KVSPEC`. Level c wraps the ledgers, level d opens a
+session for each rank over a NIXL in this process, and level e stores pages in its memory.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from kvspec.nixl import NixlRank
 from kvspec.session import Session, new_remote_id
 from kvspec.testing import FakeNixl
 from kvspec.testing.laws import KVSPEC
+from kvspec.testing.stored import OwnStore, own_names
 from kvspec.testing.world import World
 from kvspec.wire.codec import decode_message, encode_message
 from kvspec.wire.messages import Key, RankAddress, key_of
@@ -167,5 +168,7 @@ SYSTEM = attrs.evolve(
     version=kvspec.__version__,
     release=Ledgers,
     connector=sessions,
+    names=own_names,
+    pages=OwnStore,
     where="kvspec_system:SYSTEM",
 )

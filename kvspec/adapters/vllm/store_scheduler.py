@@ -84,9 +84,9 @@ class PageSave:
 
     Attributes:
         number: Number of the save.
-        first_page: Number of the first page in its prompt.
-        names: Names of the pages.
-        tables: Block tables of the pages, by group.
+        first_page: Number of the first page that is saved.
+        names: Names of the pages of the prompt, up to the last one that is saved.
+        tables: Block tables of the pages that are saved, by group.
         states_at: As in `RankPages.save`.
         adapter: The LoRA adapter with which they are computed.
     """
@@ -396,7 +396,7 @@ class StoredPrompts:
             PageSave(
                 number=save.number,
                 first_page=sent.start,
-                names=names[sent],
+                names=names[: sent.stop],
                 tables=tables,
                 states_at=states,
                 adapter=known.adapter,

@@ -74,9 +74,9 @@ class PageThreads:
             done()
             if error:
                 raise error
-            # The names of earlier pages are not used.
-            names, first = ("",) * save.first_page + save.names, save.first_page
-            return self._saving.save(names, first, len(save.names), save.tables, save.states_at)
+            pages = len(save.names) - save.first_page
+            tables, states = save.tables, save.states_at
+            return self._saving.save(save.names, save.first_page, pages, tables, states)
 
         self._saves.append((save.number, self._saver.submit(run)))
 

@@ -21,17 +21,22 @@ from kvspec.check.counting import cached_tokens_of, length_in
 from kvspec.testing.kinds import WINDOWED
 from kvspec.testing.laws.release import values
 from kvspec.testing.laws.steps import schedule_of
+from kvspec.testing.stored import STORABLE
 from kvspec.testing.supports import Supports
 
 if TYPE_CHECKING:
     from kvspec.engines.engine import EngineSpec
     from kvspec.engines.group import KVCacheGroup
     from kvspec.testing.case import Case
+    from kvspec.testing.laws.prompt_names import PromptPair
+    from kvspec.testing.laws.stored_pages import StoredCase
 
 # The axis of law 12. It has scripts instead of cases.
 RELEASE = "release"
 # The axis of law 13. Its cases are the simplest ones, and their steps differ.
 STEPS = "steps"
+# The axes of laws 15 and 16, which judge pairs of prompts, and prompts that are stored.
+NAMED, PAGES = "names", "pages"
 NARROWEST = attrs.asdict(Supports.only(), recurse=False)
 
 
@@ -69,6 +74,9 @@ class Axis:
         if self.name == "content":
             # Latents have keys in the same row, so the rotated elements may begin elsewhere.
             kinds = list(dict.fromkeys((*kinds[:1], *(kind for kind in kinds if kind == "MLA"))))
+        if self.name == PAGES:
+            kinds = [kind for kind in kinds if kind in STORABLE]
+            return [attrs.evolve(supports, kinds=tuple(kinds))] if kinds else []
         if not kinds:
             return []
         base = {
@@ -84,7 +92,7 @@ class Axis:
         differs = narrow != attrs.evolve(narrow, **without)
         if self.name == "content" and differs:
             return [attrs.evolve(narrow, kinds=(kind,)) for kind in kinds]
-        return [narrow] if differs or self.name in (RELEASE, STEPS) else []
+        return [narrow] if differs or self.name in (RELEASE, STEPS, NAMED) else []
 
 
 def _ratio(first: int, second: int) -> str:
@@ -104,7 +112,7 @@ def _pairs(case: Case) -> Iterator[tuple[KVCacheGroup, KVCacheGroup]]:
                 yield source, target
 
 
-def _kinds(case: Case) -> Iterator[str]:
+def _kinds(case: Case | StoredCase) -> Iterator[str]:
     # A group has the name of its kind, which an engine may have changed: "full on P 1".
     for group in case.producer.groups:
         yield group.name.partition(" on ")[0]
@@ -221,6 +229,18 @@ def _steps(case: Case) -> Iterator[str]:
     yield " and ".join(words) or "at once"
 
 
+def _names(pair: PromptPair) -> Iterator[str]:
+    yield pair.fact
+
+
+def _pages(case: StoredCase) -> Iterator[str]:
+    yield from _kinds(case)
+    sizes = case.producer.parallel.tp_size, case.consumer.parallel.tp_size
+    yield f"{_ratio(*sizes)} TP"
+    if case.absent is not None:
+        yield "a rank saves nothing"
+
+
 def _everything(_: Case) -> Iterator[str]:
     yield "all of it"
 
@@ -245,6 +265,8 @@ AXES = (
     Axis("groups", ("hybrid", "drafts", "regrouped", "shared"), _groups, ("kinds",)),
     Axis(STEPS, (), _steps),
     Axis("everything", (), _everything),
+    Axis(NAMED, ("placements",), _names),
+    Axis(PAGES, ("placements",), _pages),
     Axis(RELEASE, ("lost", "repeated", "reused_ids"), values),
 )
 """All axes, in the order of a report."""

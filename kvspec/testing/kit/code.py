@@ -19,23 +19,35 @@ import attrs
 import numpy as np
 
 from kvspec.descriptors.request import BlockTable
+from kvspec.stored import ModelIdentity, PromptIdentity, StoredSpec
 from kvspec.testing.case import Case
+from kvspec.testing.laws.prompt_names import PagedPrompt, PromptPair
 from kvspec.testing.laws.release import Script
+from kvspec.testing.laws.stored_pages import StoredCase, StoredStep
+from kvspec.tickets import MediaItem
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from kvspec.testing.laws import Law, System
+    from kvspec.testing.laws import Judged, Law, System
 
 WIDTH = 96
-_CASE = "Case"
+# Where the code finds a class that is not in `kvspec` itself. Those without a module are imported.
+_PLACES = dict.fromkeys((ModelIdentity, PromptIdentity, StoredSpec), "kvspec.stored.")
+_PLACES |= dict.fromkeys((Case, PagedPrompt, PromptPair, StoredCase, StoredStep), "")
+_PLACES[MediaItem] = "kvspec.tickets."
+_IMPORTS: dict[type, str] = {
+    Case: "from kvspec.testing import Case",
+    PromptPair: "from kvspec.testing.laws.prompt_names import PagedPrompt, PromptPair",
+    StoredCase: "from kvspec.testing.laws.stored_pages import StoredCase, StoredStep",
+}
 
 
-def as_code(case: Case, other: Case | None = None) -> str:
+def as_code(case: Judged, other: Case | None = None) -> str:
     """Return Python code that builds *case*, and *other* if it is given.
 
     Args:
-        case: The case. The code names it ``case``.
+        case: The case, or another thing that a law judges. The code names it ``case``.
         other: A second case, which the code names ``other``.
 
     Returns:
@@ -56,8 +68,8 @@ def as_code(case: Case, other: Case | None = None) -> str:
     >>> scope["case"] == case
     True
     """
-    cases = {"case": case} | (dict[str, Case]() if other is None else {"other": other})
-    lines = ["import kvspec", "from kvspec.testing import Case", ""]
+    cases: dict[str, Any] = {"case": case} | ({} if other is None else {"other": other})
+    lines = ["import kvspec", *filter(None, [_IMPORTS.get(type(case))]), ""]
     names: dict[Any, str] = {}
     for value in _repeated(cases.values()):
         name = _name_of(value, names.values())
@@ -73,9 +85,10 @@ def _key(value: object) -> tuple[type, str]:
     return type(value), repr(value)
 
 
-def _repeated(cases: Iterable[Case]) -> Iterator[Any]:
+def _repeated(cases: Iterable[Any]) -> Iterator[Any]:
     """Yield the engines' groups and specs that occur more than once, the inner ones first."""
-    engines = [engine for case in cases for engine in (case.producer, case.consumer)]
+    sides = ("producer", "consumer")
+    engines = [getattr(case, side) for case in cases for side in sides if hasattr(case, side)]
     for values in (
         [group.spec for engine in engines for group in engine.groups],
         [group for engine in engines for group in engine.groups],
@@ -137,8 +150,8 @@ def _parts(value: object) -> tuple[str, _Members | None, str]:
         # A tuple of one member needs a comma. A list is equal after kvspec's conversion.
         return "[", [("", member) for member in value], "]"
     if attrs.has(type(value)):
-        name = type(value).__name__
-        return f"{name if name == _CASE else f'kvspec.{name}'}(", list(_fields(value)), ")"
+        place = _PLACES.get(type(value), "kvspec.")
+        return f"{place}{type(value).__name__}(", list(_fields(value)), ")"
     return "", None, ""
 
 
@@ -165,7 +178,7 @@ def _equals(member: object, default: object) -> bool:
 def reproduction(
     system: System,
     law: Law,
-    case: Case | Script,
+    case: Judged,
     other: Case | None = None,
     *,
     seconds: float | None = None,
@@ -193,9 +206,15 @@ def reproduction(
         play = f'{guard}.ask("release", release.play, ' if guard else "release.play("
         played = f"fault = {play}system.release, release.Script([{steps}]))"
         return "\n".join([*lines, played, "assert fault is None, fault", ""])
-    if guard:
-        given += f"\n\nsystem = {guard}.guarded()"
+    check = f"laws.LAWS[{law.number - 1}].check"
     arguments = "system, case" if other is None else "system, case, other"
-    check = f"laws.LAWS[{law.number - 1}].check({arguments})  # {law}"
-    code = as_code(case, other).replace("import Case\n", f"import Case, laws\n\n{given}\n", 1)
+    if guard and isinstance(case, StoredCase):
+        check = f'{guard}.ask("pages", {check}, {arguments})  # {law}'
+    else:
+        given += f"\n\nsystem = {guard}.guarded()" if guard else ""
+        check = f"{check}({arguments})  # {law}"
+    before = "from kvspec.testing import laws"
+    own = _IMPORTS[type(case)]
+    imports = f"{own}, laws" if isinstance(case, Case) else f"{before}\n{own}"
+    code = as_code(case, other).replace(f"{own}\n", f"{imports}\n\n{given}\n", 1)
     return f"{code}{check}\n"

@@ -24,6 +24,7 @@ How it works:
 
 from __future__ import annotations
 
+import functools
 import signal
 import threading
 import time
@@ -56,7 +57,7 @@ _NOT_OF_A_SYSTEM = (
 )
 
 # The questions whose answers can be compared. The others return nothing, or an object with a state.
-_COMPARED = ("moves", "tells", "descriptors", "prepared", "steps")
+_COMPARED = ("moves", "tells", "descriptors", "prepared", "steps", "names")
 
 
 class RefusedError(KVSpecError):
@@ -96,7 +97,10 @@ class Guard:
     found: set[str] = attrs.field(factory=set, init=False)
 
     def guarded(self) -> System:
-        """Return the system with functions that ask as `How it works` describes."""
+        """Return the system with functions that ask as `How it works` describes.
+
+        `release` and `pages` return objects with a state. The judge asks each script or case whole.
+        """
         changes: dict[str, Any] = {}
         for name in (*_COMPARED, "connector", "release"):
             function = getattr(self.system, name)
@@ -105,6 +109,7 @@ class Guard:
         return attrs.evolve(self.system, **changes)
 
     def _asking(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function, updated=())
         def ask(*arguments: object) -> object:
             first = self.ask(name, function, *arguments)
             if name in _COMPARED and not _equal(first, self.ask(name, function, *arguments)):

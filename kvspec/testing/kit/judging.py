@@ -29,16 +29,20 @@ from hypothesis.errors import HypothesisException
 from kvspec.errors import KVSpecError, SpecError
 from kvspec.testing import strategies
 from kvspec.testing.case import Case
+from kvspec.testing.differing import prompt_pairs
 from kvspec.testing.kinds import KINDS, kinds_of
-from kvspec.testing.kit.axes import AXES, CLASSES, RELEASE, STEPS, Axis
+from kvspec.testing.kit.axes import AXES, CLASSES, NAMED, PAGES, RELEASE, STEPS, Axis
 from kvspec.testing.kit.code import reproduction
 from kvspec.testing.kit.guard import FaultyAnswerError, Guard, NotAskedError, RefusedError, place_of
 from kvspec.testing.kit.must_cases import moves_nothing, must_cases
 from kvspec.testing.kit.system_report import Judgement, SystemReport, Verdict, WrongCase
-from kvspec.testing.laws import LAWS, Law, half_unanswered, unanswered
+from kvspec.testing.laws import LAWS, Judged, Law, half_unanswered, unanswered
+from kvspec.testing.laws.prompt_names import PromptPair
 from kvspec.testing.laws.release import Script, play
+from kvspec.testing.laws.stored_pages import StoredCase
 from kvspec.testing.laws.system import NothingToJudgeError, System, Trial
 from kvspec.testing.pairs import sharing_kinds
+from kvspec.testing.stored import stored_cases
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -153,8 +157,7 @@ def not_judged(system: System, laws: Iterable[Law]) -> Iterator[Judgement]:
 def supported_axes(system: System, axes: Iterable[Axis] = AXES) -> list[Axis]:
     """Return the axes on which the system supports more than the simplest transfer."""
     kinds = kinds_of(system.supports)
-    silent = {RELEASE} if system.release is None else set()
-    silent |= {STEPS} if system.steps is None else set()
+    silent = {axis for axis in (RELEASE, STEPS, NAMED, PAGES) if getattr(system, axis) is None}
     return [
         axis for axis in axes if axis.name not in silent and axis.narrowed(system.supports, kinds)
     ]
@@ -198,7 +201,10 @@ def judged_cases(
     and its faults do not depend on the class of the case.
     """
     alone = [law for law in laws if not law.between and not law.alters]
-    for case in must_cases(axis.name, narrow) if alone else ():
+    listed: Iterable[Any] = must_cases(axis.name, narrow) if alone else ()
+    if axis.name == NAMED:
+        listed = prompt_pairs(placements=narrow.placements)
+    for case in listed:
         yield alone, (case, None)
     for pair in drawn:
         yield list(laws), pair
@@ -209,6 +215,8 @@ def _examples(axis: Axis, profile: Profile) -> int:
     drawn = {"kinds": profile.each, "everything": profile.everything, RELEASE: 100 * profile.each}
     # Only law 13 judges these small cases, and there are several ways to cut a request.
     drawn[STEPS] = 2 * profile.examples
+    # All pairs of prompts are listed, and all kinds of stored cases are drawn together.
+    drawn |= {NAMED: 1, PAGES: 8 * profile.examples}
     return drawn.get(axis.name, profile.examples)
 
 
@@ -222,8 +230,13 @@ def _wrong_case(guard: Guard, law: Law, pair: Any, fault: str) -> WrongCase:  # 
 
 def _pairs(system: System, laws: Sequence[Law], narrow: Supports) -> SearchStrategy[Any]:
     """Return a strategy of pairs of cases. The second one is None if no law compares two."""
-    if not any(law.over or law.between for law in laws):
-        return strategies.scripts(narrow).map(lambda script: (script, None))
+    special: dict[Any, Callable[[], SearchStrategy[Any]]] = {
+        Script: lambda: strategies.scripts(narrow),
+        PromptPair: lambda: st.sampled_from([*prompt_pairs(placements=narrow.placements)]),
+        StoredCase: lambda: stored_cases(supports=narrow),
+    }
+    if all(law.of in special for law in laws):
+        return special[laws[0].of]().map(lambda case: (case, None))
     if any(law.between for law in laws) and system.answers(("descriptors", "prepared")):
         return strategies.twins(supports=narrow)
     cases = strategies.cases(supports=narrow)
@@ -247,9 +260,10 @@ def _settings(examples: int, phases: Sequence[Phase]) -> settings:
 
 def axes_of(law: Law, axes: Iterable[Axis]) -> list[Axis]:
     """Return the axes on which *law* is judged."""
-    if not law.over and not law.between:
-        return [axis for axis in axes if axis.name == RELEASE]
-    others = {RELEASE} if "steps" in law.asks else {RELEASE, STEPS}
+    own = {Script: RELEASE, PromptPair: NAMED, StoredCase: PAGES}
+    if law.of in own:
+        return [axis for axis in axes if axis.name == own[law.of]]
+    others = {*own.values(), *(() if "steps" in law.asks else (STEPS,))}
     return [axis for axis in axes if axis.name not in others]
 
 
@@ -326,11 +340,11 @@ def _drawn(draws: SearchStrategy[Any], examples: int, number: int) -> list[Any]:
 
 
 def look(
-    guard: Guard, laws: Iterable[Law], case: Case | Script, other: Case | None = None
+    guard: Guard, laws: Iterable[Law], case: Judged, other: Case | None = None
 ) -> dict[int, tuple[Verdict, str]]:
     """Return the verdict and the words for each law in one case, by the number of the law.
 
-    The case is a script if the law is law 12.
+    Each law judges a case of its own class, `Law.of`.
     """
     system = guard.guarded()
     guard.stuck.clear()
@@ -340,8 +354,12 @@ def look(
         judged = partial(guard.ask, "release", play, guard.system.release, case)
         judges = {law.number: judged for law in laws}
     else:
-        trials = [Trial(system, each) for each in (case, other) if each is not None]
+        both: list[Any] = [each for each in (case, other) if each is not None]
+        trials = [Trial(system, each) for each in both]
         judges = {law.number: partial(_first, law, trials) for law in laws}
+    if isinstance(case, StoredCase):
+        whole = [Trial(guard.system, both[0])]
+        judges = {law.number: partial(guard.ask, "pages", _first, law, whole) for law in laws}
     verdicts: dict[int, tuple[Verdict, str]] = {}
     # If nothing moves, a law holds for any answer. So it proves nothing.
     idle = isinstance(case, Case) and moves_nothing(case)

@@ -17,15 +17,14 @@ import attrs
 
 from kvspec.draw import plan_svg
 from kvspec.errors import KVSpecError
+from kvspec.testing.case import Case
 from kvspec.testing.kit.words import described
-from kvspec.testing.laws.release import Script
 from kvspec.testing.supports import EVERYTHING, Supports
 from kvspec.testing.world import plan_of
 from kvspec.version import __version__
 
 if TYPE_CHECKING:
-    from kvspec.testing.case import Case
-    from kvspec.testing.laws import Law
+    from kvspec.testing.laws import Judged, Law
 
 
 class Verdict(enum.StrEnum):
@@ -43,13 +42,13 @@ class WrongCase:
 
     Attributes:
         fault: The first difference, as a sentence.
-        case: The case, or the script if the law is about releases.
+        case: The case, or the script, the prompts or the stored prompt that the law judges.
         other: The second case, if the law compares two.
         code: Python code that judges the system in this case.
     """
 
     fault: str
-    case: Case | Script
+    case: Judged
     other: Case | None = None
     code: str = ""
 
@@ -299,7 +298,7 @@ def _faults(report: SystemReport) -> Iterator[str]:
 
 def picture_of(found: WrongCase, law: Law) -> str:
     """Return the right plan as SVG, or "" if a refusal is right."""
-    if isinstance(found.case, Script) or law.alters:
+    if not isinstance(found.case, Case) or law.alters:
         return ""
     try:
         return plan_svg(plan_of(found.case))

@@ -47,16 +47,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import Any
 
 import attrs
 
-from kvspec.testing.laws import copies, long_runs, meaning, moves, refusal, steps, whole
+from kvspec.testing.case import Case
+from kvspec.testing.laws import (
+    copies,
+    long_runs,
+    meaning,
+    moves,
+    prompt_names,
+    refusal,
+    steps,
+    stored_pages,
+    whole,
+)
+from kvspec.testing.laws.prompt_names import PromptPair
+from kvspec.testing.laws.release import Script
+from kvspec.testing.laws.stored_pages import StoredCase
 from kvspec.testing.laws.system import KVSPEC, Move, NothingToJudgeError, System, Trial
 from kvspec.testing.world import PreparedLists
-
-if TYPE_CHECKING:
-    from kvspec.testing.case import Case
 
 __all__ = [
     "KVSPEC",
@@ -66,6 +77,10 @@ __all__ = [
     "System",
     "broken",
 ]
+
+
+Judged = Case | Script | PromptPair | StoredCase
+"""What the laws judge. Each law judges one of these classes."""
 
 
 class BrokenLawError(AssertionError):
@@ -85,6 +100,7 @@ class Law:
         between: Functions that compare two cases of one request with different engines.
         alters: Whether the law changes the case so that only a refusal is right.
         fully: Questions of which a system must answer one, or half of the law is not judged.
+        of: The class of what the law judges.
 
     Laws 2 and 12 have no functions. Law 2 is about the other laws. Law 12 is about messages and
     time, which a case does not have: `release.play` judges it.
@@ -101,13 +117,14 @@ class Law:
     between: tuple[Callable[[Trial, Trial], Iterator[str]], ...] = ()
     alters: bool = False
     fully: tuple[str, ...] = ()
+    of: type[Judged] = Case
 
-    def faults(self, system: System, case: Case, other: Case | None = None) -> Iterator[str]:
+    def faults(self, system: System, case: Judged, other: Case | None = None) -> Iterator[str]:
         """Yield a sentence for each way in which *system* breaks this law.
 
         Args:
             system: The system to judge.
-            case: The transfer.
+            case: The transfer, or what else the law judges.
             other: The same request with other engines. Without it, comparisons are skipped.
         """
         with suppress(NothingToJudgeError):
@@ -129,7 +146,7 @@ class Law:
         except AssertionError as error:
             yield str(error)
 
-    def check(self, system: System, case: Case, other: Case | None = None) -> None:
+    def check(self, system: System, case: Judged, other: Case | None = None) -> None:
         """Raise `BrokenLawError` with the first difference, if *system* breaks this law."""
         for fault in self.faults(system, case, other):
             raise BrokenLawError(f"{system.name} breaks {self}: {fault}")
@@ -243,6 +260,7 @@ LAWS = (
         "Each producer rank releases a request once, after its last reader. A request that is"
         " reported as ready was read completely, and was held until then.",
         ("release",),
+        of=Script,
     ),
     Law(
         13,
@@ -260,6 +278,24 @@ LAWS = (
         (*_COPIES, *_WHOLE),
         (meaning.meaning,),
         alters=True,
+    ),
+    Law(
+        15,
+        "names of pages",
+        "Two prompts that differ in one fact share no name of a page that depends on this fact."
+        " Equal prompts have equal names. A longer prompt keeps the names of its prefix.",
+        ("names",),
+        (prompt_names.names,),
+        of=PromptPair,
+    ),
+    Law(
+        16,
+        "stored pages",
+        "An engine that loads the pages that another engine has saved, step by step, has the same"
+        " bytes as after a direct transfer. Only whole pages are found and loaded.",
+        ("pages",),
+        (stored_pages.pages,),
+        of=StoredCase,
     ),
 )
 """All laws, in the order of their numbers."""
@@ -331,7 +367,7 @@ def broken(
     silent: dict[str, str] = {}
     found: list[tuple[Law, str]] = []
     for law in of:
-        nothing = "" if law.over or law.between else "a case has no messages and no time"
+        nothing = "" if law.of is Case else f"it judges a {law.of.__name__}, not a Case"
         if reason := unanswered(system, law, pair=other is not None) or nothing:
             silent[str(law)] = reason
             continue
@@ -344,5 +380,5 @@ def broken(
     return Broken(found, silent)
 
 
-def _trials(system: System, *cases: Case | None) -> list[Trial]:
+def _trials(system: System, *cases: Any) -> list[Trial]:  # noqa: ANN401 - of each law's class
     return [Trial(system, case) for case in cases if case is not None]

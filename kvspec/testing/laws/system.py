@@ -4,7 +4,7 @@ Invariant: a law compares the answers of a system with the oracle, never with th
 wraps the library itself as a system. A question that a system does not answer is not judged.
 
 How it works:
-    A system answers some of seven questions, on four levels. Each enables the laws beside it:
+    A system answers some of nine questions, on five levels. Each enables the laws beside it:
 
         level               question     answer                                        laws
         a, rank mapping     moves        which rank reads which units of which rank    1 3 5 6 11
@@ -14,13 +14,15 @@ How it works:
                             steps        copies of one step of a schedule              13
         c, release          release      a state machine that frees blocks             12
         d, a whole one      connector    it has moved the bytes itself                 1 10 11 14
+        e, stored pages     names        the name of each whole page of a prompt       15
+                            pages        a store that saves and loads pages            16
 
     The laws of bytes allocate real memory for a case (`World`), and execute the copies there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import product
 from operator import index
@@ -47,6 +49,8 @@ from kvspec.testing.world import (
 if TYPE_CHECKING:
     from kvspec.descriptors.request import TransferRequest
     from kvspec.ownership.replicas import Role
+    from kvspec.stored.names import ModelIdentity, PromptIdentity
+    from kvspec.stored.placement import StoredSpec
     from kvspec.testing.case import Case
 
 
@@ -150,6 +154,10 @@ class System:
         release: Called without arguments. Returns a new `release.Releasing`.
         connector: Called with a world. Moves the bytes of the request in the memory of the world's
             ranks, and returns when all have arrived.
+        names: Called with a `ModelIdentity`, a `PromptIdentity`, a `StoredSpec` and token ids.
+            Returns the name of each whole page: a text, bytes or an int, or a tuple of all keys of
+            the page.
+        pages: Called like *names*. Returns a new and empty `stored_pages.Storing`.
 
     >>> idle = System(name="idle", descriptors=lambda world, producer, consumer: [])
     >>> [name for name, _ in idle.ways()]
@@ -168,6 +176,8 @@ class System:
     steps: AskStep | None = None
     release: Callable[[], Any] | None = None
     connector: Callable[[World], object] | None = None
+    names: Callable[[ModelIdentity, PromptIdentity, StoredSpec, Sequence[int]], Any] | None = None
+    pages: Callable[[ModelIdentity, PromptIdentity, StoredSpec, Sequence[int]], Any] | None = None
 
     @property
     def refusals(self) -> tuple[type[Exception], ...]:
@@ -262,7 +272,7 @@ class Trial:
             ) from error
         # A thread of the connector may still copy. Bytes that arrive later are missing.
         here = self.guarded
-        producers, consumers = map(_copied_memory, (here.producers, here.consumers))
+        producers, consumers = map(copied_memory, (here.producers, here.consumers))
         return World(here.case, producers, consumers, here.before)
 
     def copies(self) -> Iterator[tuple[str, CopiesByPair]]:
@@ -273,7 +283,7 @@ class Trial:
             yield name, self._answers[name]
 
 
-def _copied_memory(side: Held) -> Held:
+def copied_memory(side: Held) -> Held:
     """Return *side* with a copy of the memory of each rank and of its guard bytes."""
     copies: Held = {}
     for rank, (cache, storage) in side.items():

@@ -54,8 +54,12 @@ def changed_producers(after: World, before: Mapping[RankId, Storage]) -> Iterato
 def bounds(trial: Trial) -> Iterator[str]:
     """Yield the first byte outside of the memory of each rank that was written."""
     after = trial.after_connector
-    if after is None:
-        return
+    if after is not None:
+        yield from (f"connector: {fault}" for fault in writes_outside(after))
+
+
+def writes_outside(after: World) -> Iterator[str]:
+    """Yield the first byte outside of the memory of each rank that is no guard byte any more."""
     for role, ranks in (("producer", after.producers), ("consumer", after.consumers)):
         for rank, (cache, _) in ranks.items():
             owners: Any = cache.owner
@@ -64,7 +68,7 @@ def bounds(trial: Trial) -> Iterator[str]:
             outside = wrong[(wrong < GUARD) | (wrong >= len(whole) - GUARD)].tolist()
             if outside:
                 yield (
-                    f"connector: {role} {rank}: expected writes inside the memory of this rank, got"
+                    f"{role} {rank}: expected writes inside the memory of this rank, got"
                     f" a write {_where(outside[0], len(whole))}"
                 )
 
