@@ -481,6 +481,22 @@ def test_engine_spec_reads_model_heads_from_heads_of_a_rank() -> None:
     assert layer_spec(spec, parallel=tp(4), total_num_kv_heads=2).page_size_bytes(3, 4)
 
 
+def test_layers_of_one_group_may_have_other_heads_in_the_model() -> None:
+    """Each of 8 ranks has one head of both layers. The model has 1 head in one, and 8 in the other.
+
+    vLLM has equal specs for both layers, so it puts them into one group with one spec.
+    """
+    spec = like.FullAttentionSpec(**{**HEADS, "num_kv_heads": 1})
+    heads = {"layer.0": 1, "layer.1": 8}
+    engine = engine_spec(config((list(heads), spec)), parallel=tp(8), total_num_kv_heads=heads)
+    (group,) = engine.groups
+    for layer, count in heads.items():
+        owned = [
+            engine.units(group, part, kvspec.RankId(tp=5)) for part in group.in_memory(layer).parts
+        ]
+        assert [range(5 * count // 8, 5 * count // 8 + 1)] * 2 == owned
+
+
 @pytest.mark.parametrize(
     ("options", "field", "value", "requirement"),
     [

@@ -30,7 +30,7 @@ from kvspec.engines.letters import layout_letters
 from kvspec.errors import SpecError
 from kvspec.inputs import instance
 from kvspec.ownership.parallel import ParallelConfig
-from kvspec.specs import AttentionSpec, KeyContent, LayerSpec, UniformTypeKVCacheSpecs
+from kvspec.specs import KeyContent, LayerSpec, UniformTypeKVCacheSpecs
 
 T = TypeVar("T")
 
@@ -201,8 +201,9 @@ def _group(
     def common(field: str) -> Any:  # noqa: ANN401 - of the field's type
         return _same(name, field, {layer: getattr(read, field) for layer, read in layers.items()})
 
-    # Layers of one group may differ in the meaning of their keys: some have no positions.
-    uniform |= len({_meaning(read.spec) for read in layers.values()}) > 1
+    # Layers with equal specs on a rank may differ in the model: in their heads, if each rank has
+    # one head, or in the meaning of their keys, if some have no positions.
+    uniform |= len({_of_layer(read.spec) for read in layers.values()}) > 1
     return KVCacheGroup(
         name=name,
         layers=tuple(layers),
@@ -223,8 +224,10 @@ def vllm_group(name: str) -> str:
     return name.partition(".")[0]
 
 
-def _meaning(spec: LayerSpec) -> tuple[KeyContent | None, str | None] | None:
-    return (spec.key_content, spec.scales_digest) if isinstance(spec, AttentionSpec) else None
+def _of_layer(spec: LayerSpec) -> tuple[object, ...]:
+    """Return the fields of *spec* that do not follow from vLLM's spec of a rank."""
+    names = ("key_content", "scales_digest", "total_num_kv_heads")
+    return tuple(getattr(spec, name, None) for name in names)
 
 
 def _uniform(layers: Mapping[str, RankLayer]) -> UniformTypeKVCacheSpecs:
