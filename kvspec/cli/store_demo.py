@@ -206,7 +206,8 @@ class Demonstration:
 
 def _tables(engine: EngineSpec, tokens: int) -> tuple[dict[str, list[int]], dict[str, int]]:
     """Return a shuffled block table of each group, and the sizes of the pools."""
-    tables, pool = {}, {}
+    tables: dict[str, list[int]] = {}
+    pool: dict[str, int] = {}
     for number, group in enumerate(engine.groups):
         blocks = -(-tokens // engine.virtual_block(group))
         pool[group.name] = 2 * blocks

@@ -15,6 +15,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
@@ -91,15 +92,12 @@ def check_digest(field: str, value: object) -> str:
 def check_pages(space: str, pages: Sequence[str]) -> tuple[bytes, list[bytes]]:
     """Return the bytes of a space, and of the names of pages. Raise `SpecError` if one is wrong."""
     own = bytes.fromhex(check_digest("space", space))
-    # One page needs a microsecond by itself.
-    try:
+    # To check one page by itself takes a microsecond.
+    with suppress(TypeError, ValueError):
         names = [*map(bytes.fromhex, pages)]
-        right = [name.hex() for name in names] == [*pages] and {*map(len, names)} <= {len(own)}
-    except (TypeError, ValueError):
-        right = False
-    if not right:
-        names = [bytes.fromhex(check_digest("pages", page)) for page in pages]
-    return own, names
+        if [name.hex() for name in names] == [*pages] and {*map(len, names)} <= {len(own)}:
+            return own, names
+    return own, [bytes.fromhex(check_digest("pages", page)) for page in pages]
 
 
 class StoredTensor(NamedTuple):
@@ -267,7 +265,7 @@ def together(
     if threads == 1 or len(arguments) < _FEW_CALLS:
         return [call(*each) for each in arguments]
     with ThreadPoolExecutor(threads) as pool:
-        return [*pool.map(lambda each: call(*each), arguments)]
+        return [*pool.map(call, *zip(*arguments, strict=True))]
 
 
 def check_payload(payload: memoryview, contents: ObjectContents) -> memoryview:

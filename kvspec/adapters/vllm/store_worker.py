@@ -54,11 +54,11 @@ class PageThreads:
     def _load(self, load: PageLoad) -> None:
         done = self._submitted()
         # The worker may not have loaded the adapter yet.
-        error = load.adapter and load.adapter.mismatch(unless_loaded=True)
+        error = None if load.adapter is None else load.adapter.mismatch(unless_loaded=True)
 
         def run() -> None:
             done()
-            if error:
+            if error is not None:
                 raise error
             names, cached = load.names, load.cached_tokens
             self._loading.load(names, len(names), load.tables, cached_tokens=cached)
@@ -68,11 +68,11 @@ class PageThreads:
     def save(self, save: PageSave) -> None:
         """Begin a save of what the model has computed, or will compute on its GPU."""
         done = self._submitted()
-        error = save.adapter and save.adapter.mismatch()
+        error = None if save.adapter is None else save.adapter.mismatch()
 
         def run() -> Saved:
             done()
-            if error:
+            if error is not None:
                 raise error
             pages = len(save.names) - save.first_page
             tables, states = save.tables, save.states_at

@@ -320,8 +320,10 @@ class Serving:
     @staticmethod
     def _check_adapter(step: EngineStep, request_id: str, *, unless_loaded: bool = False) -> None:
         adapter = step.adapters.get(request_id)
-        error = adapter and adapter.mismatch(unless_loaded=unless_loaded)
-        if error:
+        if adapter is None:
+            return
+        error = adapter.mismatch(unless_loaded=unless_loaded)
+        if error is not None:
             raise error
 
     def _hold_blocks(self, request_id: str, ticket: PrefillTicket) -> None:

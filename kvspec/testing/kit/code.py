@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 WIDTH = 96
 # Where the code finds a class that is not in `kvspec` itself. Those without a module are imported.
-_PLACES = dict.fromkeys((ModelIdentity, PromptIdentity, StoredSpec), "kvspec.stored.")
+_PLACES: dict[type, str] = {}
+_PLACES |= dict.fromkeys((ModelIdentity, PromptIdentity, StoredSpec), "kvspec.stored.")
 _PLACES |= dict.fromkeys((Case, PagedPrompt, PromptPair, StoredCase, StoredStep), "")
 _PLACES[MediaItem] = "kvspec.tickets."
 _IMPORTS: dict[type, str] = {

@@ -358,7 +358,8 @@ def look(
         trials = [Trial(system, each) for each in both]
         judges = {law.number: partial(_first, law, trials) for law in laws}
     if isinstance(case, StoredCase):
-        whole = [Trial(guard.system, both[0])]
+        stored: Any = case
+        whole = [Trial(guard.system, stored)]
         judges = {law.number: partial(guard.ask, "pages", _first, law, whole) for law in laws}
     verdicts: dict[int, tuple[Verdict, str]] = {}
     # If nothing moves, a law holds for any answer. So it proves nothing.
