@@ -51,7 +51,7 @@ def _opened(directory: Path) -> Iterator[FileObjects]:
 
 
 def _parsed(field: str, text: str) -> Any:  # noqa: ANN401 - any value of JSON
-    """Return the JSON value of *text*. Raise `SpecError` with the name *field* if it is none."""
+    """Return the JSON value of *text*. If it is not valid JSON, raise `SpecError` for *field*."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

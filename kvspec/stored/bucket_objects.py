@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Self
 
 from kvspec.errors import SpecError, StoreError
@@ -43,6 +44,9 @@ if TYPE_CHECKING:
 
 REQUESTS = 32
 """Requests of one call that are sent at the same time."""
+RETRY_SECONDS = 10.0
+"""A request is sent a second time if the first one fails within so many seconds. An engine's
+scheduler waits for a lookup, and obstore by default would try for three minutes."""
 
 
 class BucketObjects:
@@ -55,8 +59,12 @@ class BucketObjects:
     Raises:
         SpecError: If obstore is not installed.
 
-    >>> from obstore.store import MemoryStore  # doctest: +SKIP
-    >>> objects = BucketObjects(MemoryStore())  # doctest: +SKIP
+    >>> from obstore.store import MemoryStore
+    >>> objects, key = BucketObjects(MemoryStore()), ObjectKey("0" * 64, "1" * 64, "full", "tp0")
+    >>> objects.write(key, memoryview(b"keys"), ObjectContents.of_bytes(4))
+    True
+    >>> objects.has(key.space, [key.page], [("full", "tp0"), ("full", "tp1")])
+    [False]
     """
 
     threads = REQUESTS
@@ -71,14 +79,16 @@ class BucketObjects:
 
         Args:
             url: Such as "s3://bucket/folder". Environment variables have the credentials, as
-                obstore describes.
+                obstore describes, and the time limit of a request, such as AWS_TIMEOUT=5s.
 
         Raises:
             SpecError: If obstore is not installed, or cannot use the address.
         """
         library = _library()
+        # Options of the client would replace all of those in the environment.
+        tries = {"max_retries": 1, "retry_timeout": timedelta(seconds=RETRY_SECONDS)}
         try:
-            return cls(library.store.from_url(url))
+            return cls(library.store.from_url(url, retry_config=tries))
         except (library.exceptions.BaseError, ValueError, TypeError) as error:
             raise SpecError("url", url, f"the address of a bucket: {_first_line(error)}") from error
 
@@ -128,7 +138,7 @@ class BucketObjects:
     def stored_objects(self, space: str | None = None) -> Iterator[StoredObject]:
         """Iterate over the stored objects, and their sizes with their headers."""
         prefix = ROOT if space is None else f"{ROOT}/{check_digest('space', space)}"
-        with self._named(prefix):
+        with self._in_bucket(prefix):
             for some in self._client.list(self._store, prefix=prefix):
                 for one in some:
                     if key := key_of(*one["path"].rpartition("/")[::2]):
@@ -141,7 +151,7 @@ class BucketObjects:
 
     def spaces(self) -> dict[str, Mapping[str, str]]:
         """Return the description of each space. It is empty if it cannot be read."""
-        with self._named(ROOT):
+        with self._in_bucket(ROOT):
             folders = self._client.list_with_delimiter(self._store, prefix=ROOT)["common_prefixes"]
         found: dict[str, Mapping[str, str]] = {}
         for folder in folders:
@@ -158,7 +168,7 @@ class BucketObjects:
 
     def _create(self, path: str, content: bytes) -> bool:
         try:
-            with self._named(path):
+            with self._in_bucket(path):
                 self._client.put(self._store, path, content, mode="create", use_multipart=False)
         except self._client.exceptions.AlreadyExistsError:
             return False
@@ -187,6 +197,16 @@ class BucketObjects:
         with self._named(path):
             self._client.delete(self._store, path)
         return True
+
+    @contextmanager
+    def _in_bucket(self, path: str) -> Iterator[None]:
+        """Raise errors as `_named` does. Only a bucket that does not exist is not found."""
+        try:
+            with self._named(path):
+                yield
+        except FileNotFoundError as error:
+            text = _first_line(error)
+            raise StoreError("failed", path, "bucket", text, "a bucket that exists") from error
 
     @contextmanager
     def _named(self, path: str, key: ObjectKey | None = None) -> Iterator[None]:

@@ -102,6 +102,8 @@ class FileObjects:
     >>> objects.close(); folder.cleanup()
     """
 
+    # File systems of networks answer several requests at once. On a local disk, two threads load
+    # objects of 1 MiB faster, and those of 64 KiB slower.
     threads = 4
 
     def __init__(
@@ -250,7 +252,7 @@ class FileObjects:
                 yield path, kind
 
     def _kind_of_stray(self, path: Path, inside: tuple[str, ...]) -> str:
-        """Return what a file is that is not an object, or "" if it belongs to the store."""
+        """Return the kind of a file that is not an object, or "" for a file of the store."""
         in_place = len(inside) == _OBJECT_DEPTH
         if not path.is_symlink() and path.is_file():
             if inside[:-1] == ("tmp",) and _TEMPORARY.fullmatch(path.name):
@@ -544,7 +546,7 @@ def _named(path: str) -> Iterator[None]:
 
 
 def _kind(key: ObjectKey) -> tuple[str, ...]:
-    """Return what the keys of objects with a common header share."""
+    """Return the part of a key that objects with a common header share."""
     return key.space, key.group, key.chunk
 
 

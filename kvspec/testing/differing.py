@@ -7,9 +7,9 @@ How it works:
     are those that a careless digest confuses: a text that ends in a null byte, a text that contains
     the name of another field, two forms of one letter, or one text in two fields.
 
-    What another fact decides does not differ alone: the name and the revision of a model decide its
-    number of heads, and the identifier of an image its number of tokens. What an engine chooses
-    does: the type of the cache, its scales, and the pages.
+    A fact that follows from another one does not differ alone: the number of heads follows from the
+    name and the revision of a model, and the number of tokens of an image from its identifier. The
+    choices of an engine differ alone: the type of the cache, its scales, and the pages.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ITEMS = (("cat", 1, 2), ("dog", 5, 2))
 """Two items of media, one in each page of `BASE`."""
 _SPEC = FullAttentionSpec(block_size=4, total_num_kv_heads=4, head_size=8, dtype="bfloat16")
 _LAYERS = ("l.0", "l.1")
-# What an engine chooses, and what a placement chooses.
+# The choices of an engine. Those of a placement follow.
 _OF_CACHE: dict[str, dict[str, Any]] = {
     "dtype": {"dtype": "float16"},
     "scales": {"scales_digest": "ab" * 32},

@@ -404,7 +404,7 @@ def test_variant_of_backend_is_read_from_layer() -> None:
 
 
 def index_layer(own: object = None, **attributes: Any) -> Any:
-    """Return an indexer. *own* is what its class says about the order of its pages."""
+    """Return an indexer. *own* is the order of its pages, as its class states it."""
     backend = "vllm.v1.attention.backends.mla.indexer.DeepseekV32IndexerBackend"
     base = type("Cache", (), {"uses_shuffled_layout": False})
     cls = type("Own", (base,), {} if own is None else {"uses_shuffled_layout": own})

@@ -858,7 +858,7 @@ def test_from_config_refuses_float16_for_classes_that_vllm_runs_with_bfloat16(na
 def test_from_config_refuses_key_that_the_class_ignores(
     architecture: str, key: str, field: str
 ) -> None:
-    """It is no other name of the field that the config omits."""
+    """The config omits the usual field. The other key does not replace it."""
     config = {**LLAMA, "architectures": [architecture], "head_dim": 64, field: None, key: 6}
     error = refusal(lambda: models.from_config(config))
     assert (key, 6) == (error.field, error.value)

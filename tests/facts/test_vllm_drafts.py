@@ -1,4 +1,4 @@
-"""The layers of a draft of vLLM, and what their keys depend on."""
+"""The layers of a draft of vLLM, and the tokens behind their keys."""
 
 from __future__ import annotations
 

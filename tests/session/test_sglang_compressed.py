@@ -145,7 +145,7 @@ def latents(pool: Any, buffer: Any, rows: Any) -> tuple[Any, Any]:
 
 
 class Truth:
-    """What a model writes for one prompt, by layer."""
+    """The values that a model writes for one prompt, by layer."""
 
     def __init__(self, side: Side) -> None:
         torch.manual_seed(side.tokens)
@@ -262,7 +262,7 @@ def written(pool: Any, buffer: Any, rows: Any) -> tuple[Any, Any]:
 
 
 def shared(side: Side, rows_of: Any, *, fill: bool) -> Iterator[Any]:
-    """Yield what the next query reads of layers that share latents. Write it before, if *fill*."""
+    """Yield the shared latents that the next query reads. Write them before, if *fill*."""
     pool, tokens = side.pool, side.tokens
     live = torch.arange(max(0, tokens - 127), tokens)
     for layer in range(len(pool.compression_ratios)):

@@ -1,4 +1,4 @@
-"""What a request of vLLM states about its LoRA adapter: the content of its files, or nothing.
+"""The statement of a request about its LoRA adapter: the content of its files, or nothing.
 
 vLLM's workers know an adapter by its number, its prefix cache by name and path. Neither shows with
 which weights a prompt is computed.
@@ -166,7 +166,7 @@ def test_request_of_vllm_whose_fields_are_unknown_is_not_stated(tmp_path: Path) 
 
 
 def sent(lora: Any) -> StatedAdapter:
-    """Return what an engine sends to its workers for a new request."""
+    """Return the message of an engine to its workers for a new request."""
     adapters = engine()
     stated(adapters, lora)
     found = adapters.to_workers(lora)
@@ -175,7 +175,7 @@ def sent(lora: Any) -> StatedAdapter:
 
 
 def test_workers_compare_with_the_files_that_were_stated(tmp_path: Path) -> None:
-    """Files that change after a request was named do not change what its workers are told."""
+    """Workers get the digest of the files with which the request was named."""
     adapters, lora = engine(target_modules=["o_proj"]), asked(written(tmp_path / "a", b"weights"))
     before = digest_at(lora.lora_path)
     stated(adapters, lora)

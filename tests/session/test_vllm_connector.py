@@ -971,7 +971,7 @@ def test_keys_of_a_draft_that_depend_on_the_next_token_are_not_fetched(
 
 
 def test_tokens_that_a_window_has_passed_are_not_computed_again() -> None:
-    """A producer may have freed what the token before the last one needs."""
+    """A producer may have freed blocks that the token before the last one reads."""
     with Engine("d", speculative=drafted("eagle")) as consumer:
         request = Request("d-1", 14, params_of(12))
         assert (12, True) == consumer.decode(request, *OTHERS)

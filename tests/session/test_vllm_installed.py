@@ -308,7 +308,7 @@ def test_adapters_of_vllm_are_stated_by_their_files(tmp_path: Path) -> None:
 
 
 def test_fields_of_adapters_in_vllm_are_those_that_are_known() -> None:
-    """A field that a newer vLLM adds may change what an adapter does. Then it must be stated."""
+    """A field that a newer vLLM adds may change the effect of an adapter. Then state it."""
     from vllm.config import LoRAConfig  # noqa: PLC0415
     from vllm.lora.request import LoRARequest  # noqa: PLC0415
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -21,6 +23,7 @@ from kvspec.stored import (
     PageStore,
     PromptIdentity,
     StoredSpec,
+    bucket_objects,
 )
 from kvspec.stored.file_objects import FileObjects, path_of
 from kvspec.stored.header import encode
@@ -157,6 +160,43 @@ def test_what_one_engine_stores_in_a_bucket_another_loads(bucket: ObjectStore) -
         except LoadError:
             failed += 1
     assert failed == 1
+
+
+def test_a_bucket_that_does_not_exist_is_an_error(server: str) -> None:
+    login = {"access_key_id": "a", "secret_access_key": "b", "region": "us-east-1"}
+    objects = BucketObjects(
+        S3Store("none", endpoint=server, client_options={"allow_http": True}, **login)
+    )
+    calls = (
+        lambda: objects.write(key(1), payload(1), CONTENTS),
+        lambda: objects.describe(SPACE, {}),
+        lambda: [*objects.stored_objects()],
+        objects.spaces,
+    )
+    for call in calls:
+        with pytest.raises(StoreError) as caught:
+            call()
+        assert (caught.value.problem, caught.value.field) == ("failed", "bucket")
+    assert has(objects, [key(1)]) == [False]
+
+
+def test_a_lookup_in_a_bucket_that_is_silent_ends_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler of an engine waits for it."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # It accepts no request.
+        settings = {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{silent.getsockname()[1]}",
+            "AWS_ALLOW_HTTP": "true",
+            "AWS_ACCESS_KEY_ID": "a",
+            "AWS_SECRET_ACCESS_KEY": "b",
+            "AWS_REGION": "r",
+            "AWS_TIMEOUT": "1s",
+        }
+        for name, value in settings.items():
+            monkeypatch.setenv(name, value)
+        objects, began = BucketObjects.of_url("s3://b"), time.monotonic()
+        with pytest.raises(StoreError, match="bucket"):
+            has(objects, [key(1)])
+        assert 2.0 <= time.monotonic() - began < bucket_objects.RETRY_SECONDS + 10.0
 
 
 def test_a_bucket_that_does_not_answer_is_an_error() -> None:

@@ -146,7 +146,7 @@ class CompressedPool:
 
     @property
     def suffix(self) -> str:
-        """What follows the name of a layer or of its indexer in the name of these caches."""
+        """The end of the name of each cache, behind the name of its layer or indexer."""
         if self.group == WINDOW:
             return ".swa_cache"
         if self.group.endswith(KEY_SUMS):

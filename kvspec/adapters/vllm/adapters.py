@@ -1,10 +1,10 @@
-"""What vLLM's requests state about their LoRA adapters: a name, and a digest of the content.
+"""The LoRA adapters of vLLM's requests, each with its name and a digest of its content.
 
 Invariant: an adapter is stated only if a prompt under it is computed with the content that the
 digest describes. Otherwise its prompts have no names, and no ticket of them fits.
 
 How it works:
-    vLLM's `LoRARequest` has a name, a number and a path, and nothing of the content. Its workers
+    vLLM's `LoRARequest` has a name, a number and a path, but not the content. Its workers
     know an adapter by the number: they read the files once, and keep them in memory, perhaps until
     other adapters displace them. Its prefix cache knows an adapter by name and path. So if two
     adapters have one number, or the files of a path change, nobody knows with which ones a prompt
@@ -29,8 +29,8 @@ import attrs
 
 from kvspec.errors import SpecError
 
-# Settings of vLLM's `LoRAConfig` that decide what the files of an adapter do. The others decide
-# sizes of memory, or how ranks share the work.
+# Settings of vLLM's `LoRAConfig` that change the effect of an adapter. The others are sizes of
+# memory, or divide the work among ranks.
 SETTINGS = (
     "target_modules", "enable_tower_connector_lora", "enable_mixed_moe_lora_format",
     "enable_moe_shared_loras",
@@ -147,7 +147,7 @@ def note_loads() -> None:
 
 
 def digest_at(path: str) -> str | None:
-    """Return a digest of the files of the adapter in folder *path*, or None if there are none."""
+    """Return a digest of the files of the adapter in folder *path*, or None without such files."""
     try:
         files = sorted(_files(Path(path).expanduser()))
         if not files:
@@ -174,7 +174,7 @@ def _settings(vllm_config: Any) -> str:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Yield the files of an adapter in *folder*. A name on a hub is no folder."""
+    """Yield the files of an adapter in *folder*. A name on a hub has none here."""
     if folder.is_dir():
         yield from folder.glob("adapter_model*")
         yield from folder.glob("adapter_config.json")

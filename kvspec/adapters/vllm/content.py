@@ -52,7 +52,7 @@ def content_of_request(
 
 
 def prompt_of_request(request: Any, adapters: Adapters | None = None) -> PromptIdentity:
-    """Return what the cache of vLLM's *request* depends on, besides its tokens and the model.
+    """Return all inputs of the cache of vLLM's *request*, besides its tokens and the model.
 
     Args:
         request: vLLM's `Request`.

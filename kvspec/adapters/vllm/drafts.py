@@ -3,7 +3,7 @@
 A draft model proposes tokens, and the target verifies them. So a wrong key of a draft changes no
 answer: fewer proposals are accepted, and nothing fails. That is why the connector must be exact.
 
-Invariant: a method that is not known is refused.
+Invariant: an unknown method is refused.
 
 How it works:
     A draft of EAGLE, or a module of MTP, computes its key at a position from the hidden state there

@@ -139,9 +139,9 @@ def loses_a_token(engine: EngineSpec, num_tokens: int) -> bool:
 
 
 def keeps_all_tokens(engine: EngineSpec, num_tokens: int) -> bool:
-    """Whether vLLM, after *num_tokens*, still has what an engine needs to go on from fewer tokens.
+    """Return whether vLLM still has the caches of all tokens of a prompt of *num_tokens*.
 
-    A window, a chunk, a ring or a state has lost something, unless the prompt is short.
+    A window, a chunk, a ring or a state has lost earlier tokens, unless the prompt is short.
     """
     return all(group.spec.live_tokens(num_tokens).start == 0 for group in engine.groups)
 

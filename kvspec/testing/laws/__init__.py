@@ -80,7 +80,7 @@ __all__ = [
 
 
 Judged = Case | Script | PromptPair | StoredCase
-"""What the laws judge. Each law judges one of these classes."""
+"""The cases of all laws. Each law judges one of these classes."""
 
 
 class BrokenLawError(AssertionError):
@@ -100,7 +100,7 @@ class Law:
         between: Functions that compare two cases of one request with different engines.
         alters: Whether the law changes the case so that only a refusal is right.
         fully: Questions of which a system must answer one, or half of the law is not judged.
-        of: The class of what the law judges.
+        of: The class of its cases.
 
     Laws 2 and 12 have no functions. Law 2 is about the other laws. Law 12 is about messages and
     time, which a case does not have: `release.play` judges it.

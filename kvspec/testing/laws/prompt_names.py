@@ -3,7 +3,7 @@
 Law 15.
 
 How it works:
-    A system names the pages of two prompts. The law compares what a page depends on, position by
+    A system names the pages of two prompts. The law compares the facts behind a page, position by
     position: the model, the placement and the rest of the prompt count for all pages, a token or
     an item of media only from its position on.
 

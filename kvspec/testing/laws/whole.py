@@ -59,7 +59,7 @@ def bounds(trial: Trial) -> Iterator[str]:
 
 
 def writes_outside(after: World) -> Iterator[str]:
-    """Yield the first byte outside of the memory of each rank that is no guard byte any more."""
+    """Yield, for each rank, the first guard byte beside its memory that has changed."""
     for role, ranks in (("producer", after.producers), ("consumer", after.consumers)):
         for rank, (cache, _) in ranks.items():
             owners: Any = cache.owner
