@@ -126,10 +126,8 @@ class Settings:
         """Return the settings of *vllm_config*."""
         model = FieldReader("model_config", vllm_config.model_config)
         values = {name: model.get(name).value for name in ("model", "revision")}
-        extra, draft = (
-            vllm_config.kv_transfer_config.kv_connector_extra_config,
-            draft_of(vllm_config),
-        )
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        draft = draft_of(vllm_config)
         if draft is None and extra.get("draft") is not None:
             wanted = "None: this engine has no draft model with a cache"
             raise SpecError("kv_connector_extra_config['draft']", extra["draft"], wanted)
