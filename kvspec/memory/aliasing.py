@@ -167,20 +167,29 @@ def meetings(regions: Iterable[Region], split: Mapping[str, int]) -> Iterator[Me
 def groups_that_share(
     regions: Iterable[Region], split: Mapping[str, int]
 ) -> tuple[frozenset[str], ...]:
-    """Return the sets of groups whose blocks with the same id share memory.
+    """Return the sets of groups of which each two share memory, in blocks with the same id.
 
-    Two groups are in one set even if each of them shares bytes only with a third group.
+    A group is in several sets if it shares memory with groups that do not share any. No set is part
+    of another, and none has one group only.
     """
     regions = list(regions)
     group_names = {region.group for region in regions}
     if len(group_names) < 2 or not _mixed(regions):  # noqa: PLR2004 - a pair
         return ()
-    pools: list[frozenset[str]] = []
-    for first, second, _ in meetings(regions, split):
-        pair = frozenset((first.group, second.group))
-        separate = [pool for pool in pools if not pool & pair]
-        pools = [*separate, pair.union(*(pool for pool in pools if pool & pair))]
-    return tuple(pool for pool in pools if len(pool) > 1)
+    pairs = {
+        frozenset((first.group, second.group)) for first, second, _ in meetings(regions, split)
+    }
+    names = sorted(frozenset().union(*pairs))
+    for pair in map(frozenset, combinations(names, 2)):
+        # `meetings` may leave out a pair if a third group has the same bytes.
+        if pair not in pairs and any(meetings([r for r in regions if r.group in pair], split)):
+            pairs.add(pair)
+    sets: set[frozenset[str]] = set()
+    for name in names:
+        others = frozenset(other for other in names if {name, other} in pairs)
+        sets |= {(found & others) | {name} for found in sets} | {frozenset((name,))}
+        sets = {found for found in sets if not any(found < other for other in sets)}
+    return tuple(sorted(found for found in sets if len(found) > 1))
 
 
 def _mixed(regions: list[Region]) -> bool:

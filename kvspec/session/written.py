@@ -79,18 +79,22 @@ def blocks_of(plan: TransferPlan, request: TransferRequest) -> LoadBlocks:
 
 
 class BlockLocks:
-    """Which load of a rank owns each block of its cache. Groups of one pool share their blocks."""
+    """Which load of a rank owns each block of its cache.
+
+    A pool is a set of groups that share memory. A block of a group belongs to each of its pools.
+    """
 
     def __init__(self, cache: RankCache) -> None:
         splits = {group.name: group.kernel_blocks_per_block for group in cache.engine.groups}
         self._counts: dict[str, int] = {}
         for region in cache.regions:
             self._counts.setdefault(region.group, region.num_blocks // splits[region.group])
-        self._pools = {group: group for group in self._counts}
-        for groups in sharing(cache):
-            self._pools |= dict.fromkeys(groups, min(groups))
-            self._counts |= dict.fromkeys(groups, max(self._counts[name] for name in groups))
-        self._busy: BusyRanges[str] = BusyRanges()
+        shared = sharing(cache)
+        self._pools = {
+            group: [pool for pool in shared if group in pool] or [frozenset((group,))]
+            for group in self._counts
+        }
+        self._busy: BusyRanges[frozenset[str]] = BusyRanges()
 
     def acquire(self, request_id: str, blocks: LoadBlocks) -> None:
         """Claim *blocks* until `release`. Call `release` even if this raises.
@@ -100,16 +104,17 @@ class BlockLocks:
             TransferError: With state "busy" if a block belongs to another load.
         """
         own = {group: ids for group, ids in blocks.items() if group in self._pools}
-        pools: dict[str, list[Ids]] = {}
+        pools: dict[frozenset[str], list[Ids]] = {}
         for group, ids in own.items():
             check_ids("consumer", group, ids, self._counts[group])
-            pools.setdefault(self._pools[group], []).append(ids)
+            for pool in self._pools[group]:
+                pools.setdefault(pool, []).append(ids)
         for pool, parts in pools.items():
             ids = np.concatenate(parts)
             conflict = self._busy.claim(request_id, pool, ids, ids + 1)
             if conflict is not None:
                 block, owner = conflict.start, conflict.owner
-                group = next(g for g in own if self._pools[g] == pool and block in own[g])
+                group = next(group for group in own if group in pool and block in own[group])
                 message = (
                     f"block {block} of group {group} belongs to {owner!r} until that load is over"
                 )

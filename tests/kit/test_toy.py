@@ -44,10 +44,13 @@ def test_toy_keeps_its_laws(system: Any) -> None:
     assert {"kinds", "tp", "layouts", "prefixes", "everything", ""} == {
         judgement.axis for judgement in report.judgements
     }
+    # Hypothesis also draws constants of the modules that are loaded. So other tests decide whether
+    # a case is drawn in which the whole prompt is cached and nothing moves.
+    without_case = ("not drawn", "no token moves in this case")
     silent = {
         j.law.number
         for j in report.judgements
-        if j.verdict is Verdict.NOT_JUDGED and j.words != "not drawn"
+        if j.verdict is Verdict.NOT_JUDGED and j.words not in without_case
     }
     assert {2, 7, 12, 13, 15, 16} == silent
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import kvspec
 from kvspec import RankId
+from kvspec.descriptors.table import sharing
 from kvspec.memory.aliasing import meetings
 from kvspec.testing import strategies
 from tests.support.refused import refusal
@@ -72,6 +73,17 @@ def separate(cache_engine: kvspec.EngineSpec, regions: list[kvspec.Region]) -> b
         first[0] != second[0] and first[1] != second[1] and blocks[first] & blocks[second]
         for first, second in combinations(blocks, 2)
     )
+
+
+def sharing_pairs(regions: list[kvspec.Region]) -> set[frozenset[str]]:
+    """Return each pair of groups that have a byte in common."""
+    groups: dict[str, set[int]] = {}
+    for region in regions:
+        for block in range(region.num_blocks):
+            groups.setdefault(region.group, set()).update(content(region, block))
+    return {
+        frozenset(pair) for pair in combinations(groups, 2) if groups[pair[0]] & groups[pair[1]]
+    }
 
 
 def same_strides(
@@ -145,15 +157,20 @@ def test_rank_cache_accepts_regions_only_if_no_byte_is_shared(
     except kvspec.SpecError:
         if not separate(cache_engine, drawn) or not all(map(nested, drawn)):
             return
-        sharing = [
+        overlapping = [
             (first, second)
             for first, second in combinations(drawn, 2)
             if {byte for block in range(first.num_blocks) for byte in content(first, block)}
             & {byte for block in range(second.num_blocks) for byte in content(second, block)}
         ]
-        assert any(not same_strides(cache_engine, *pair) for pair in sharing)
+        assert any(not same_strides(cache_engine, *pair) for pair in overlapping)
     else:
         assert separate(cache_engine, drawn)
+        assert sharing_pairs(drawn) == {
+            frozenset(pair)
+            for groups in sharing(kvspec.RankCache(cache_engine, RankId(), drawn, (MEMORY,)))
+            for pair in combinations(groups, 2)
+        }
 
 
 def region(part: str, **fields: int) -> kvspec.Region:

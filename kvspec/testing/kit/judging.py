@@ -113,7 +113,8 @@ def judge(
     Args:
         system: The system.
         profile: Name of a profile: "ci" (less than two minutes), "dev" or "nightly".
-        seed: The seed of the drawn cases. The same seed draws the same cases.
+        seed: The seed of the drawn cases. The same seed draws the same cases, if the same modules
+            are loaded: Hypothesis also draws constants of those.
         laws: The laws to judge by. All by default.
         axes: The axes to draw on, or their names. All by default.
 
