@@ -94,7 +94,7 @@ class BlockLocks:
             group: [pool for pool in shared if group in pool] or [frozenset((group,))]
             for group in self._counts
         }
-        self._busy: BusyRanges[frozenset[str]] = BusyRanges()
+        self._busy: BusyRanges[str] = BusyRanges()
 
     def acquire(self, request_id: str, blocks: LoadBlocks) -> None:
         """Claim *blocks* until `release`. Call `release` even if this raises.

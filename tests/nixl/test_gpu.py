@@ -19,6 +19,7 @@ from kvspec import (
     MLAAttentionSpec,
     ParallelConfig,
 )
+from kvspec.adapters.vllm.gpu import submitted_work
 from kvspec.nixl.staging import copying
 from kvspec.nixl.staging.ranges import Moves
 from kvspec.run.job import Job
@@ -68,6 +69,21 @@ def test_copy_does_not_wait_for_the_kernels_of_the_engine() -> None:
     assert not queued.query()
     torch.cuda.synchronize()
     assert cache.reshape(4, 16).flip(0).flatten().tolist() == slot.tolist()
+
+
+def test_worker_waits_for_the_kernels_that_its_gpu_was_given() -> None:
+    """A draft may still write the keys of a request that has ended."""
+    torch = importlib.import_module("torch")
+    cache = torch.zeros(64, dtype=torch.uint8, device="cuda:0")
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)  # About a second.
+    cache.add_(1)
+    written = torch.cuda.Event()
+    written.record()
+    wait = submitted_work(0)
+    assert not written.query()
+    wait()
+    assert written.query()
 
 
 HEADS_8 = FullAttentionSpec(block_size=16, total_num_kv_heads=8, head_size=128, dtype="bfloat16")

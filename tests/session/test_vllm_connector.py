@@ -978,6 +978,33 @@ def test_tokens_that_a_window_has_passed_are_not_computed_again() -> None:
 
 
 @pytest.mark.nixl
+def test_request_is_held_after_the_kernels_of_its_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes of the prompt arrive only while the worker waits for its GPU."""
+    moved = asked()
+    waited: list[int | None] = []
+    with (
+        Engine("p", speculative=drafted("draft_model")) as producer,
+        Engine("d", speculative=drafted("draft_model")) as consumer,
+    ):
+        monkeypatch.setattr(producer.workers[0], "_draft_gpu", 3)
+
+        def submitted(gpu: int | None) -> Any:
+            waited.append(gpu)
+            return lambda: producer.fill(moved)
+
+        monkeypatch.setattr("kvspec.adapters.vllm.worker_side.submitted_work", submitted)
+        consumer.spoil(moved)
+        params = producer.prefill(Request("p-1", 14), *TABLES)
+        consumer.decode(Request("d-1", 14, params), *OTHERS)
+        for _ in range(10):  # The consumer asks first.
+            consumer.step()
+        until(lambda: consumer.received == {"d-1": 1}, producer, consumer)
+        assert [3] == waited
+        assert {} == consumer.failed
+        assert [] == consumer.wrong(moved)
+
+
+@pytest.mark.nixl
 def test_engines_with_other_drafts_do_not_connect() -> None:
     """The layers of both drafts have the same names and sizes."""
     with (

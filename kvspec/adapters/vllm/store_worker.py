@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from typing import Any
 
+from kvspec.adapters.vllm.gpu import gpu_of, submitted_work
 from kvspec.adapters.vllm.store_scheduler import PageLoad, PageSave, SaveReports
 from kvspec.memory.rank_cache import RankCache
 from kvspec.stored.store import PageStore, Saved
@@ -35,8 +35,7 @@ class PageThreads:
         self._rank = cache.rank
         self._loading, self._saving = store.rank_pages(cache), store.rank_pages(cache)
         self._loading.load_plan, self._saving.store_plan  # noqa: B018 - both may raise
-        gpus = {region.device for region in cache.regions if region.memory_type != "DRAM"}
-        self._gpu = min(gpus, default=None)
+        self._gpu = gpu_of(cache)
         self._loader = ThreadPoolExecutor(1, "kvspec-load")
         self._saver = ThreadPoolExecutor(1, "kvspec-save")
         self._loads: dict[str, Future[None]] = {}
@@ -52,7 +51,7 @@ class PageThreads:
                 self._loads[name].cancel()
 
     def _load(self, load: PageLoad) -> None:
-        done = self._submitted()
+        done = submitted_work(self._gpu)
         # The worker may not have loaded the adapter yet.
         error = None if load.adapter is None else load.adapter.mismatch(unless_loaded=True)
 
@@ -67,7 +66,7 @@ class PageThreads:
 
     def save(self, save: PageSave) -> None:
         """Begin a save of what the model has computed, or will compute on its GPU."""
-        done = self._submitted()
+        done = submitted_work(self._gpu)
         error = None if save.adapter is None else save.adapter.mismatch()
 
         def run() -> Saved:
@@ -97,17 +96,6 @@ class PageThreads:
         """Cancel the loads that have not begun, and wait for all others and for the saves."""
         self._loader.shutdown(cancel_futures=True)
         self._saver.shutdown()
-
-    def _submitted(self) -> Callable[[], Any]:
-        """Return a function that waits until the GPU has done all that it was given so far."""
-        if self._gpu is None:
-            return int
-        import torch  # noqa: PLC0415 - kvspec imports torch only inside functions
-
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._gpu))
-        wait: Callable[[], Any] = event.synchronize
-        return wait
 
 
 def _succeeded(name: str, load: Future[None]) -> bool:

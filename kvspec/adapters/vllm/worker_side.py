@@ -19,6 +19,7 @@ from kvspec.adapters.attention_modules import configured_key_content
 from kvspec.adapters.field_reader import FieldReader
 from kvspec.adapters.vllm.adapters import note_loads
 from kvspec.adapters.vllm.drafts import draft_of
+from kvspec.adapters.vllm.gpu import gpu_of, submitted_work
 from kvspec.adapters.vllm.metrics import Numbers, WorkerNumbers
 from kvspec.adapters.vllm.scheduler_side import EngineStep, Served
 from kvspec.adapters.vllm.settings import worker_rank
@@ -225,6 +226,8 @@ class Serving:
         # The stack closes in reverse order: first the session, then NIXL.
         self._open.callback(nixl.close)
         self._tensors = tuple(kv_caches.values())
+        # The target's kernels end before a sampled token reaches the host, but not the draft's.
+        self._draft_gpu = None if draft_of(self._vllm_config) is None else gpu_of(cache)
         self._session = Session(
             nixl,
             cache,
@@ -272,14 +275,7 @@ class Serving:
 
     def begin(self, step: EngineStep) -> None:
         """Begin the work of *step*: hold, decline and fetch requests."""
-        for request_id, ticket in step.held:
-            try:
-                self._check_adapter(step, request_id)
-                self._hold_blocks(request_id, ticket)
-            except SpecError as error:
-                # The request ends here. A reader of this remote id receives an error.
-                log.error("%s is not held: %s", request_id, error)  # noqa: TRY400
-                self._sent.add(request_id)
+        self._hold_requests(step)
         for ticket in step.kept:
             self._session.keep(ticket, timeout=KEEP_TIMEOUT)
         for ticket in step.declined:
@@ -304,6 +300,19 @@ class Serving:
                 self._cancelled.add(name)
                 self._loads[name].cancel()
         self._failed.update(step.failed)
+
+    def _hold_requests(self, step: EngineStep) -> None:
+        """Hold the requests of *step* that have ended, when all their bytes are written."""
+        if step.held:
+            submitted_work(self._draft_gpu)()
+        for request_id, ticket in step.held:
+            try:
+                self._check_adapter(step, request_id)
+                self._hold_blocks(request_id, ticket)
+            except SpecError as error:
+                # The request ends here. A reader of this remote id receives an error.
+                log.error("%s is not held: %s", request_id, error)  # noqa: TRY400
+                self._sent.add(request_id)
 
     def save_pages(self, step: EngineStep) -> None:
         """Begin to store the pages that the model completes in *step*."""
