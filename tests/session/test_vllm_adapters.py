@@ -21,6 +21,8 @@ from kvspec.adapters.vllm import adapters as adapters_module
 from kvspec.adapters.vllm.adapters import Adapters, StatedAdapter, digest_at
 from kvspec.adapters.vllm.content import content_of_request, prompt_of_request
 
+pytestmark = pytest.mark.adapters
+
 LORA = {
     "target_modules": None,
     "lora_dtype": "torch.bfloat16",

@@ -1,7 +1,7 @@
 """Write pages with vLLM's own code of canonical pages.
 
 Usage, with a Python that has vLLM: `python canonical_writer.py FILE`. FILE receives the golden
-values of `tests/goldens/test_foreign_pages.py`. The test of each night imports this module instead.
+values of `tests/stored/test_foreign_pages.py`. The test of each night imports this module instead.
 
 Each element of a cache is a number that depends on what it is: the key or value, its token, its
 head and its place in the head. A golden page lists the numbers in the order of its bytes.

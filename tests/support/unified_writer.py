@@ -1,7 +1,7 @@
 """Write objects with SGLang's own code of unified keys and of its host layout.
 
 Usage, with a Python that has SGLang: `python unified_writer.py FILE [--grid]`. FILE receives the
-golden values of `tests/goldens/test_foreign_pages.py`, or all cases for the test of each night.
+golden values of `tests/stored/test_foreign_pages.py`, or all cases for the test of each night.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from kvspec.errors import SpecError
 from kvspec.stored import ModelIdentity
 from kvspec.stored.store import PageStore
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parents[1] / "goldens"
 RECORDED = json.loads(gzip.decompress((FOLDER / "vllm_canonical_pages.json.gz").read_bytes()))
 VLLM: list[dict[str, Any]] = RECORDED["rows"]
 MODEL = ModelIdentity(model="m", revision="r", weights="", quantization="", overrides="")
