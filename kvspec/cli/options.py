@@ -40,7 +40,9 @@ KEYS = {
     "block": "block_size",
     "kernel": "kernel_block_size",
     "layout": "layout",
+    "dtype": "dtype",
 }
+_TEXTS = {"layout", "dtype"}
 # The fields of each engine that its words do not set. The sizes and the layouts differ, so that
 # the commands without options show more than a copy.
 DEFAULTS: dict[str, dict[str, int | str]] = {
@@ -60,7 +62,7 @@ PRODUCER_OPTION, CONSUMER_OPTION = (
     engine_option(
         "",
         metavar="KEY=VALUE,…",
-        help=f"Sizes and layout of the {side}, such as tp=4,pp=2,block=32,layout=NHD. "
+        help=f"Sizes, layout and dtype of the {side}, such as tp=4,pp=2,block=32,layout=NHD. "
         f"Keys: {', '.join(KEYS)}. Default: tp={fields['tp_size']},layout={fields['layout']}.",
     )
     for side, fields in DEFAULTS.items()
@@ -120,11 +122,13 @@ def _occur(words: list[str], name: list[str]) -> bool:
     return all(word in rest for word in words)
 
 
-def model_groups(model: Model, block_size: int) -> tuple[KVCacheGroup, ...]:
-    """Return the groups of a model."""
-    if not isinstance(model, str) or os.path.exists(model) or model.endswith(".json"):  # noqa: PTH110 - no error for any name
-        return models.from_config(model, block_size=block_size)
-    return models.from_config(catalogue.config(model), block_size=block_size)
+def model_groups(
+    model: Model, block_size: int, dtype: str | None = None
+) -> tuple[KVCacheGroup, ...]:
+    """Return the groups of a model, with caches of *dtype* or of the config's own."""
+    if isinstance(model, str) and not os.path.exists(model) and not model.endswith(".json"):  # noqa: PTH110 - no error for any name
+        model = catalogue.config(model)
+    return models.from_config(model, block_size=block_size, dtype=dtype)
 
 
 def engine_words(side: str, words: str) -> dict[str, int | str]:
@@ -141,7 +145,7 @@ def engine_words(side: str, words: str) -> dict[str, int | str]:
         if key in seen:
             raise SpecError(f"{side}.{key}", value, rule="each key may be set only once")
         seen.add(key)
-        fields[KEYS[key]] = value if key == "layout" else whole(f"{side}.{key}", value)
+        fields[KEYS[key]] = value if key in _TEXTS else whole(f"{side}.{key}", value)
     return fields
 
 
@@ -167,15 +171,15 @@ def engine(side: str, model: Model, words: str) -> EngineSpec:
     """
     parallel: dict[str, Any] = engine_words(side, words)
     block_size, layout = parallel.pop("block_size", _BLOCK), parallel.pop("layout")
-    kernel = parallel.pop("kernel_block_size", None)
+    kernel, dtype = parallel.pop("kernel_block_size", None), parallel.pop("dtype", None)
     try:
-        groups = model_groups(model, block_size)
+        groups = model_groups(model, block_size, dtype)
         if kernel is not None:
             groups = tuple(_cut_finer(group, kernel) for group in groups)
         return EngineSpec(groups=groups, parallel=ParallelConfig(**parallel), layout=layout)
     except SpecError as error:
         # If the model itself is invalid, this raises an error that names no side.
-        model_groups(model, _BLOCK)
+        model_groups(model, _BLOCK, dtype)
         field = f"{side}.{error.field}"
         raise SpecError(field, error.value, error.expected, rule=error.rule) from None
 

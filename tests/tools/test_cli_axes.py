@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
-from refused import check_rejected
+from refused import check_rejected, refusal
 
 import kvspec
 from kvspec.cli import options
@@ -76,6 +79,17 @@ def test_engine_option_sets_each_size() -> None:
     assert (4, 2, 2, 8) == sizes
     assert (32, 16) == (made.groups[0].spec.block_size, made.groups[0].kernel_block_size)
     assert "LBNHC" == made.layout_of(made.groups[0])
+
+
+def test_engine_option_sets_the_dtype_of_the_caches(tmp_path: Path) -> None:
+    """Engines choose different dtypes for this checkpoint, so its config is not enough."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "head_dim": 16}
+    model = tmp_path / "config.json"
+    model.write_text(json.dumps({"model_type": "llama", "torch_dtype": "float32", **sizes}))
+    for dtype in ("bfloat16", "float16"):
+        made = engine("producer", str(model), f"dtype={dtype}")
+        assert dtype == made.groups[0].spec.dtype
+    assert "dtype" == refusal(lambda: engine("producer", str(model), "tp=2")).field
 
 
 @pytest.mark.parametrize(
