@@ -23,7 +23,7 @@ def test_system_answers_on_all_levels() -> None:
 
 
 # "everything" draws from these axes too.
-LONG = ("windows", "cp", "layouts")
+LONG = ("windows", "cp", "layouts", "tp", "groups")
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def test_cases_are_those_that_are_supported(fields: dict[str, Any], kept: Check)
     if sharing_kinds(tuple(KINDS), supports):
         draws = draws | draws | strategies.sharing_cases(supports=supports)
 
-    @settings(QUICK, max_examples=22)
+    @settings(QUICK, max_examples=12)
     @given(draws)
     def check(case: Case) -> None:
         assert kept(case)
