@@ -28,6 +28,18 @@ ENVIRONMENT = {
 }
 
 FORK = multiprocessing.get_context("fork")
+# Settings of all engines.
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "enforce_eager": True,
+    "enable_prefix_caching": True,
+    "disable_hybrid_kv_cache_manager": False,
+    "max_model_len": 512,
+    "max_num_seqs": 4,
+    "num_gpu_blocks_override": 64,
+    "disable_log_stats": True,
+}
 # Log probabilities that are compared for each token.
 LOGPROBS = 5
 # Seconds between two steps while no command is waiting.
@@ -63,18 +75,7 @@ class Engine:
         shm_broadcast.sched_yield = lambda: time.sleep(REST_OF_WORKERS)
         if connector is not None:
             settings = {**settings, "kv_transfer_config": KVTransferConfig(**connector)}
-        self.llm = LLM(
-            dtype="float32",
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            enable_prefix_caching=True,
-            disable_hybrid_kv_cache_manager=False,
-            max_model_len=512,
-            max_num_seqs=4,
-            num_gpu_blocks_override=64,
-            disable_log_stats=True,
-            **settings,
-        )
+        self.llm = LLM(**{**SETTINGS, **settings})
         # Pipeline stages need the buffers that a first batch creates.
         self.llm.collective_rpc("execute_dummy_batch")
         self.computed = 0
@@ -87,13 +88,14 @@ class Engine:
             return step
 
         self.scheduler.schedule = counted
-        self.hit = 0
+        self.hit = self.loaded = 0
         if self.scheduler.connector is not None:
             matched = self.scheduler.connector.get_num_new_matched_tokens
 
             def noted(request: Any, cached: int) -> Any:  # noqa: ANN401
-                self.hit = cached
-                return matched(request, cached)
+                found = matched(request, cached)
+                self.hit, self.loaded = cached, found[0]
+                return found
 
             self.scheduler.connector.get_num_new_matched_tokens = noted
 
@@ -111,8 +113,28 @@ class Engine:
         number of tokens in the prefix cache of an engine with a connector. *adapter* is the name,
         the number and the folder of a LoRA adapter.
         """
-        from vllm import SamplingParams  # noqa: PLC0415
         from vllm.lora.request import LoRARequest  # noqa: PLC0415
+
+        asked = {"prompt_token_ids": prompt, **({"cache_salt": salt} if salt else {})}
+        lora = LoRARequest(*adapter) if adapter else None
+        (answer,) = self.generate_all([asked], count, transfer, lora)
+        return answer
+
+    def generate_all(
+        self,
+        prompts: list[dict[str, Any]],
+        count: int,
+        transfer: dict[str, Any] | None = None,
+        lora: Any = None,  # noqa: ANN401 - vLLM's `LoRARequest`
+    ) -> list[dict[str, Any]]:
+        """Return the answers to several requests that run together.
+
+        *prompts* are vLLM's own, such as one with images. *computed* in an answer belongs to all
+        requests, *hit* and *loaded* to the last one. *loaded* is the number of tokens that the
+        connector has found. *length* is the number of tokens of the prompt, with those that stand
+        for images.
+        """
+        from vllm import SamplingParams  # noqa: PLC0415
 
         sampling = SamplingParams(
             max_tokens=count,
@@ -122,10 +144,12 @@ class Engine:
             ignore_eos=True,
             extra_args={"kv_transfer_params": transfer} if transfer else None,
         )
-        self.computed = self.hit = 0
-        asked = {"prompt_token_ids": prompt, **({"cache_salt": salt} if salt else {})}
-        lora = LoRARequest(*adapter) if adapter else None
-        (answer,) = self.llm.generate([asked], sampling, use_tqdm=False, lora_request=lora)
+        self.computed = self.hit = self.loaded = 0
+        answers = self.llm.generate(prompts, sampling, use_tqdm=False, lora_request=lora)
+        return [self._plain(answer) for answer in answers]
+
+    def _plain(self, answer: Any) -> dict[str, Any]:  # noqa: ANN401 - vLLM's `RequestOutput`
+        """Return an answer as values that a pipe can carry."""
         (text,) = answer.outputs
         return {
             "tokens": list(text.token_ids),
@@ -134,8 +158,10 @@ class Engine:
                 for step in text.logprobs or ()
             ],
             "finish": text.finish_reason,
+            "length": len(answer.prompt_token_ids or ()),
             "computed": self.computed,
             "hit": self.hit,
+            "loaded": self.loaded,
             "transfer": answer.kv_transfer_params,
         }
 

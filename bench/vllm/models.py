@@ -139,7 +139,42 @@ _DEEPSEEK = MODELS["deepseek"][1]
 _ROUTING = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True}
 MODELS["deepseek-3"] = ("DeepseekV3", {**_DEEPSEEK, **_ROUTING, "rope_interleave": True})
 
-_CLASSES = {"Gemma3Text": "Gemma3ForCausalLM", "Llama4Text": "Llama4ForCausalLM"}
+# A square image of 140 pixels is 100 tokens. Each of them has the number IMAGE in a prompt.
+IMAGE = 3
+PIXELS = 140
+_PATCH = 14
+_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": PIXELS,
+    "patch_size": _PATCH,
+    "projection_dim": 32,
+}
+
+
+def _with_images(kind: str, text: str) -> tuple[str, dict[str, Any]]:
+    """Return a model for images whose language model is of *kind*, with the sizes of *text*."""
+    fields = {
+        "vision_config": {"model_type": "clip_vision_model", **_VISION},
+        "text_config": {"model_type": kind, **MODELS[text][1]},
+        "image_token_index": IMAGE,
+        "vision_feature_layer": -1,
+        "initializer_range": _COMMON["initializer_range"],
+        "tie_word_embeddings": MODELS[text][1]["tie_word_embeddings"],
+    }
+    return "Llava", fields
+
+
+MODELS["llava-2"] = _with_images("llama", "llama-2")
+MODELS["llava-window-2"] = _with_images("gemma3_text", "gemma-2")
+
+_CLASSES = {
+    "Gemma3Text": "Gemma3ForCausalLM",
+    "Llama4Text": "Llama4ForCausalLM",
+    "Llava": "LlavaForConditionalGeneration",
+}
 
 
 def make(name: str, folder: Path) -> Path:
@@ -160,7 +195,49 @@ def make(name: str, folder: Path) -> Path:
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=fields["initializer_range"])
     model.save_pretrained(path)
+    if architecture == "Llava":
+        _make_processor(path)
+        _rename_encoder(path / "model.safetensors")
     return path
+
+
+def _rename_encoder(path: Path) -> None:
+    """Give the weights of an image encoder the names that vLLM 0.32 knows, as published models."""
+    import safetensors.torch  # noqa: PLC0415 - as above
+
+    weights = safetensors.torch.load_file(path)
+    tower = "vision_tower."
+    names = {name: name.replace(tower, f"{tower}vision_model.") for name in weights}
+    safetensors.torch.save_file({names[name]: weights[name] for name in weights}, path)
+
+
+def _make_processor(path: Path) -> None:
+    """Write the processor of a model for images. Its tokenizer has a word for each token."""
+    import tokenizers  # noqa: PLC0415 - as above
+    import transformers  # noqa: PLC0415
+
+    words = {"<unk>": 0, "<s>": 1, "</s>": 2, "<image>": IMAGE}
+    words |= {f"w{number}": number for number in range(IMAGE + 1, VOCABULARY)}
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))  # noqa: S106
+    model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=model,
+        unk_token="<unk>",  # noqa: S106
+        bos_token="<s>",  # noqa: S106
+        eos_token="</s>",  # noqa: S106
+        additional_special_tokens=["<image>"],
+    )
+    # This class needs no torchvision.
+    images = transformers.CLIPImageProcessorPil(
+        size={"shortest_edge": PIXELS}, crop_size={"height": PIXELS, "width": PIXELS}
+    )
+    transformers.LlavaProcessor(
+        image_processor=images,
+        tokenizer=tokenizer,
+        patch_size=_PATCH,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    ).save_pretrained(path)
 
 
 # The rank of an adapter, and its modules: all that decide queries, keys and values.

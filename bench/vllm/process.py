@@ -80,6 +80,11 @@ class Process:
         found: dict[str, Any] = self.call("generate", *arguments)
         return found
 
+    def generate_all(self, *arguments: Any) -> list[dict[str, Any]]:  # noqa: ANN401
+        """Return the result of `Engine.generate_all`."""
+        found: list[dict[str, Any]] = self.call("generate_all", *arguments)
+        return found
+
     def held(self) -> int:
         """Return how many requests still hold blocks after `FREEING` seconds."""
         deadline = time.monotonic() + FREEING

@@ -2,7 +2,8 @@
 
 The second engine has other sizes. It must give the answers of a single engine, and compute only the
 tokens behind the last whole page. An engine whose names differ computes
-everything, and its log names the reason. `stored_adapters` does the same with LoRA adapters.
+everything, and its log names the reason. `stored_adapters` does the same with LoRA adapters, and
+`stored_images` with images.
 """
 
 from __future__ import annotations
@@ -133,7 +134,8 @@ def miss(scenario: Stored, changed: dict[str, str], expected: list[Any], folder:
 
 def rows(folder: Path, only: str) -> Iterator[tuple[str, str, str]]:
     """Yield the name, the connector and the outcome of each scenario with *only* in its name."""
-    import stored_adapters  # noqa: PLC0415 - it uses this module
+    import stored_adapters  # noqa: PLC0415 - they use this module
+    import stored_images  # noqa: PLC0415
 
     known: dict[str, list[Any]] = {}
     for place, scenario in enumerate(each for each in SCENARIOS if only in each.name):
@@ -145,6 +147,7 @@ def rows(folder: Path, only: str) -> Iterator[tuple[str, str, str]]:
         for field, changed in MISSES.items() if not place else ():
             name = f"stored: another {field}"
             yield name, "KvspecConnector", miss(scenario, changed, expected, logs)
-    if only in stored_adapters.NAME:
-        for name, found in stored_adapters.outcomes(folder / "stored-adapters"):
-            yield name, "KvspecConnector", found
+    for module in (stored_adapters, stored_images):
+        if only in module.NAME:
+            for name, found in module.outcomes(folder / module.__name__):
+                yield name, "KvspecConnector", found

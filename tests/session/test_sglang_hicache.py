@@ -310,6 +310,14 @@ def test_engine_whose_pages_have_no_names_is_refused(
         opened(sglang, tmp_path, "layer_first")
 
 
+@pytest.mark.parametrize("value", [True, None])
+def test_engine_for_images_is_refused(value: object, sglang: Any, tmp_path: Path) -> None:
+    sglang.runner.model_config.is_multimodal = value
+    with pytest.raises(SpecError) as raised:
+        opened(sglang, tmp_path, "layer_first")
+    assert raised.value.field == "model_config.is_multimodal"
+
+
 def test_unknown_revision_is_refused(
     sglang: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

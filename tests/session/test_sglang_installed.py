@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from forward_code import calls, module_of
@@ -14,7 +18,10 @@ from kvspec.adapters import sglang as adapter
 from kvspec.adapters.rotating_modules import ALWAYS, CONDITIONS, applies_rotary
 from kvspec.adapters.sglang import backend, plugin
 from kvspec.adapters.sglang.describing import ONLY
+from kvspec.adapters.sglang.hicache import _hashes
+from kvspec.adapters.sglang.page_hashes import PageHashes
 
+torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.adapters
 
 with warnings.catch_warnings():
@@ -177,3 +184,89 @@ def test_each_condition_of_a_class_is_compared_with_its_code() -> None:
     rows = test_conditions_of_classes_are_those_of_their_code.pytestmark[0].args[1]  # type: ignore[attr-defined]
     names = {name for name in CONDITIONS if name.startswith(MODELS)}
     assert names == {f"{MODELS}.{row[0]}" for row in rows if row[2] is not None}
+
+
+def image_of(content: int, *, full: bool) -> Any:
+    """Return SGLang's own item of an image, with the tokens that stand for it."""
+    from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem  # noqa: PLC0415
+
+    feature = torch.full((4, 8), float(content))
+    item = MultimodalDataItem(modality=Modality.IMAGE, feature=feature)
+    if full:
+        item.set_identity(bytes([content]) * 32)
+    item.set_pad_value()
+    return item
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_images_of_sglang_have_no_page_names(*, full: bool) -> None:
+    """SGLang puts numbers from the hash of an image in the place of its tokens.
+
+    Another maker has one token there and states the image. A page of SGLang with an image has no
+    name at all, so it is never equal to one of another maker.
+    """
+    from sglang.srt.managers.schedule_batch import (  # noqa: PLC0415
+        MM_PAD_SHIFT_VALUE,
+        sanity_check_mm_pad_shift_value,
+    )
+
+    size, before = 8, 16
+    pages = PageHashes(
+        "0" * 64, 4, size, vocabulary=MM_PAD_SHIFT_VALUE, hashes=lambda t, b: _hashes(size, t, b)
+    )
+    found = []
+    for content in (1, 2):
+        item = image_of(content, full=full)
+        tokens = [*range(before + 3), *item.padding_sequence(20), *range(30)]
+        pages.add_prompt(tokens, None, "")
+        hashes = _hashes(size, tokens, None)
+        pages.add_pages(tokens, hashes, None)
+        pages.add_pages(tokens[before:], hashes[2:], hashes[1])
+        assert before // size == len(pages.run(hashes))
+        assert all(pages.find(each) is None for each in hashes[2:])
+        found.append(hashes)
+    assert found[0][:2] == found[1][:2]
+    assert not set(found[0][2:]) & set(found[1][2:])
+    # No token of a model is such a number: SGLang does not start a larger vocabulary.
+    sanity_check_mm_pad_shift_value(MM_PAD_SHIFT_VALUE)
+    with pytest.raises(ValueError, match="vocab_size"):
+        sanity_check_mm_pad_shift_value(MM_PAD_SHIFT_VALUE + 1)
+
+
+def test_model_for_images_is_one_for_sglang(tmp_path: Path) -> None:
+    """`HiCachePages` refuses an engine by this field."""
+    from sglang.srt.configs.model_config import ModelConfig  # noqa: PLC0415
+
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 32}
+    text = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **sizes, **heads}
+    images = {
+        "model_type": "llava",
+        "architectures": ["LlavaForConditionalGeneration"],
+        "vision_config": {"model_type": "clip_vision_model", **sizes, "num_attention_heads": 2},
+        "text_config": text,
+        "image_token_index": 3,
+    }
+    found = []
+    for name, config in (("text", text), ("images", images)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        for enabled in (None, False):
+            model = ModelConfig(str(tmp_path / name), enable_multimodal=enabled)
+            found.append(model.is_multimodal)
+    assert [False, False, True, False] == found
+
+
+def test_embeddings_need_an_sglang_without_a_prefix_cache() -> None:
+    """So `HiCachePages` never gets the token ids that stand for them."""
+    from sglang.srt.managers import io_struct, tokenizer_manager  # noqa: PLC0415
+
+    request = io_struct.GenerateReqInput(input_embeds=[[0.0] * 4] * 3)
+    request.normalize_batch_and_arguments()
+    method = tokenizer_manager.TokenizerManager._tokenize_one_request
+    memory = SimpleNamespace(disable_radix_cache=False)
+    with (
+        patch.object(tokenizer_manager, "get_memory", lambda: memory),
+        pytest.raises(ValueError, match="disable_radix_cache"),
+    ):
+        asyncio.run(method(SimpleNamespace(), request))

@@ -371,6 +371,79 @@ def test_vllm_numbers_items_that_it_does_not_hash_by_this_name() -> None:
     assert 'f"renderer{self.api_process_rank}-mm-{' in source
 
 
+def processed(pixels: Any, identifier: str = "u", **more: Any) -> Any:
+    """Return vLLM's own feature of an image."""
+    from vllm.multimodal import inputs  # noqa: PLC0415
+
+    field = inputs.MultiModalBatchedField()
+    values = {"pixel_values": pixels, **more}
+    item = inputs.MultiModalKwargsItem(
+        {name: inputs.MultiModalFieldElem(value, field) for name, value in values.items()}
+    )
+    place = inputs.PlaceholderRange(offset=2, length=3)
+    return inputs.MultiModalFeatureSpec(item, "image", identifier, place, identifier)
+
+
+def test_vllm_takes_the_uuid_of_a_client_as_the_identifier_of_a_picture() -> None:
+    """So names of pages contain the content instead."""
+    from PIL import Image  # noqa: PLC0415
+    from vllm.multimodal.parse import ImageProcessorItems, MultiModalDataItems  # noqa: PLC0415
+    from vllm.multimodal.processing.inputs import ProcessorInputs  # noqa: PLC0415
+
+    def identifiers(uuid: str | None, **settings: Any) -> list[str]:
+        found = []
+        for color in ("red", "blue"):
+            items = ImageProcessorItems([Image.new("RGB", (4, 4), color)])
+            data = MultiModalDataItems({"image": items})
+            inputs = ProcessorInputs([1], data, {"image": [uuid]}, settings)
+            found += inputs.get_mm_hashes("m", "sha256")["image"]
+        return found
+
+    assert ["u", "u"] == identifiers("u")
+    one, two = identifiers("u", do_rescale=False)
+    assert one == two != "u"
+    one, two = identifiers(None)
+    assert one != two
+
+
+def test_items_of_vllm_are_stated_by_their_arrays() -> None:
+    from vllm.v1.request import Request  # noqa: PLC0415
+
+    from kvspec.adapters.vllm.content import prompt_of_request  # noqa: PLC0415
+    from kvspec.adapters.vllm.media import MediaContents, digest_of  # noqa: PLC0415
+
+    def stated(media: Any, *features: Any) -> Any:
+        request = Request("r", [1] * 8, vllm.SamplingParams(), None, mm_features=list(features))
+        return prompt_of_request(request, None, media).media
+
+    pixels = torch.arange(12.0).reshape(3, 2, 2)
+    contents = MediaContents(SimpleNamespace(), 4)
+    (one,) = stated(contents, processed(pixels))
+    assert (2, 3, digest_of(processed(pixels))) == (one.start, one.length, one.identifier)
+    assert (one,) == stated(contents, processed(pixels.clone(), "v"))
+    assert (one,) != stated(contents, processed(pixels + 1, "w"))
+    assert None is stated(contents, processed(pixels + 1))
+    assert None is stated(contents, processed(pixels))
+    assert () == stated(contents)
+    assert one.identifier != digest_of(processed(pixels, grid=torch.tensor([1, 2])))
+
+
+def test_item_in_the_shared_memory_of_vllm_is_not_stated() -> None:
+    """Its feature has an address, under which another picture may be later."""
+    from vllm.multimodal.cache.shm import (  # noqa: PLC0415
+        ShmObjectStoreSenderCache,
+        _get_shm_handle,
+    )
+    from vllm.multimodal.inputs import PlaceholderRange  # noqa: PLC0415
+
+    from kvspec.adapters.vllm.media import digest_of  # noqa: PLC0415
+
+    item = ShmObjectStoreSenderCache.address_as_item(MagicMock(), 64, 3, [1, 2])
+    assert (64, 3, [1, 2]) == _get_shm_handle(item)
+    place = PlaceholderRange(offset=2, length=3)
+    assert None is digest_of(SimpleNamespace(modality="image", data=item, mm_position=place))
+
+
 def test_drafts_of_vllm_that_read_ahead_are_those_of_the_table() -> None:
     """A method that a newer vLLM adds is refused until the table has it."""
     from vllm.config import speculative  # noqa: PLC0415

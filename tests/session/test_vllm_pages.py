@@ -9,22 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm_serving import BLOCKS, Engine, Request, configs, installed, made, until
+from vllm_serving import Engine, Request, configs, installed, made, until
+from vllm_stored import PASSED, TABLES, computed, ended, engine, moved, stored
 
-import kvspec
 from kvspec.adapters.vllm import adapters
 from kvspec.adapters.vllm.store_settings import StoreSettings, model_identity
 from kvspec.errors import SpecError
-from kvspec.stored.file_objects import FileObjects
-from kvspec.stored.plans import whole_engine
-from kvspec.testing import oracle
 
 pytestmark = [pytest.mark.adapters, pytest.mark.usefixtures("simulated")]
-
-TABLES = [1, 2, 3, 4], [8, 5, 6, 7]
-"""Blocks of 14 tokens, 4 in each. The window group has blocks of its own."""
-PASSED = [1, 2, 3, 4], [0, 5, 6, 7]
-"""The same after 14 tokens: the window of 8 has passed the first block."""
 
 
 @pytest.fixture(autouse=True)
@@ -35,55 +27,6 @@ def vllm() -> Iterator[None]:
 
 
 EAGLE = SimpleNamespace(method="eagle", draft_model_config=SimpleNamespace(model="d", revision="1"))
-
-
-def engine(name: str, directory: Path, tp: int = 1, block: int = 4, **more: Any) -> Engine:
-    """Return an engine that stores pages of 4 tokens in *directory*."""
-    sizes = {"page_tokens": 4, "head_groups": 6}
-    store = {"directory": str(directory), **sizes, **more.pop("store", {})}
-    return Engine(name, tp, block, store=store, **{"revision": "1", **more})
-
-
-def moved(num_tokens: int, *tables: list[int], cached: int = 0) -> kvspec.TransferRequest:
-    """Return the request that fills *tables*, or loads them."""
-    groups = dict(zip(("group0", "group1"), tables, strict=True))
-    return kvspec.TransferRequest(
-        request_id="m",
-        num_tokens=num_tokens,
-        cached_tokens=cached,
-        producer_blocks=groups,
-        consumer_blocks=groups,
-    )
-
-
-def computed(engine: Engine, name: str = "a", num_tokens: int = 14, **fields: Any) -> Request:
-    """Let *engine* compute a prompt in two steps, and store its pages. It has not ended."""
-    request = Request(name, num_tokens)
-    vars(request).update(fields)
-    spec, filled = whole_engine(engine.spec), moved(num_tokens, *TABLES)
-    for rank, storage in engine.storage.items():
-        oracle.fill(spec, rank, storage, BLOCKS, filled.producer_blocks, filled)
-    engine.tables[name] = TABLES
-    engine.scheduler.on_new_request(request)
-    engine.scheduler.get_num_new_matched_tokens(request, 0)
-    for count in (6, num_tokens - 6):
-        engine.step(**{name: count})
-        request.num_computed_tokens += count
-    engine.tables[name] = PASSED
-    return request
-
-
-def ended(engine: Engine, request: Request) -> None:
-    """End *request*, and wait until its pages are stored."""
-    engine.scheduler.request_finished_all_groups(request, engine.tables[request.request_id])
-    until(lambda: not engine.scheduler.has_pending_push_work(), engine)
-    assert [] == engine.pool.used()
-
-
-def stored(directory: Path) -> list[tuple[str, int]]:
-    """Return the groups of the stored objects, and how many there are of each."""
-    groups = [entry.key.group for entry in FileObjects(directory).stored_objects()]
-    return [(group, groups.count(group)) for group in sorted(set(groups))]
 
 
 @pytest.mark.parametrize(("tp", "block"), [((1, 1), 4), ((2, 3), 4), ((3, 2), 8)])

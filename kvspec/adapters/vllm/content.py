@@ -12,6 +12,7 @@ import re
 from typing import Any
 
 from kvspec.adapters.vllm.adapters import Adapters
+from kvspec.adapters.vllm.media import MediaContents
 from kvspec.errors import SpecError
 from kvspec.stored.names import PromptIdentity
 from kvspec.tickets import ContentIdentity, MediaItem, sampling_of
@@ -46,19 +47,30 @@ def content_of_request(
     token_ids = request.prompt_token_ids
     if token_ids is None:
         token_ids = [0] * request.num_prompt_tokens
-    return ContentIdentity.of(
-        token_ids, num_tokens, weights=weights, **_besides_tokens(request, num_tokens, adapters)
-    )
+    media = _media(getattr(request, "mm_features", _MISSING))
+    besides = _besides_tokens(request, num_tokens, adapters)
+    return ContentIdentity.of(token_ids, num_tokens, weights=weights, media=media, **besides)
 
 
-def prompt_of_request(request: Any, adapters: Adapters | None = None) -> PromptIdentity:
+def prompt_of_request(
+    request: Any, adapters: Adapters | None = None, media: MediaContents | None = None
+) -> PromptIdentity:
     """Return all inputs of the cache of vLLM's *request*, besides its tokens and the model.
+
+    A ticket belongs to one request of a router, so there vLLM's identifiers of media are enough.
+    Stored pages are for all clients, so here the content of each item is stated.
 
     Args:
         request: vLLM's `Request`.
         adapters: As in `content_of_request`.
+        media: The media items of its scheduler. Without them, no item is stated.
     """
-    return PromptIdentity.of(**_besides_tokens(request, request.num_prompt_tokens, adapters))
+    features = getattr(request, "mm_features", _MISSING)
+    items: list[MediaItem] | None = None if features else []
+    if features is not _MISSING and media is not None:
+        items = media.stated(features)
+    besides = _besides_tokens(request, request.num_prompt_tokens, adapters)
+    return PromptIdentity.of(media=items, **besides)
 
 
 def _besides_tokens(request: Any, num_tokens: int, adapters: Adapters | None) -> dict[str, Any]:
@@ -67,7 +79,6 @@ def _besides_tokens(request: Any, num_tokens: int, adapters: Adapters | None) ->
     salt: Any = getattr(request, "cache_salt", _MISSING)
     return {
         "adapter": _adapter(getattr(request, "lora_request", _MISSING), adapters),
-        "media": _media(getattr(request, "mm_features", _MISSING)),
         "embeddings": _embeddings(embeddings, are_tokens, num_tokens),
         "salt": None if salt is _MISSING else salt or "",
     }

@@ -37,6 +37,7 @@ import attrs
 from kvspec.adapters.vllm.adapters import Adapters, StatedAdapter
 from kvspec.adapters.vllm.content import prompt_of_request
 from kvspec.adapters.vllm.engine import NULL_BLOCK, vllm_group
+from kvspec.adapters.vllm.media import MediaContents
 from kvspec.adapters.vllm.prefix_cache import hashed_of, withhold
 from kvspec.adapters.vllm.store_settings import StoreSettings
 from kvspec.adapters.vllm.tables import block_tables
@@ -44,7 +45,7 @@ from kvspec.descriptors.request import BlockTable, TransferRequest
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import KVSpecError, SpecError, counted
 from kvspec.ownership.parallel import RankId
-from kvspec.stored.names import PageNames
+from kvspec.stored.names import PageNames, PromptIdentity
 from kvspec.stored.page_steps import whole_pages
 from kvspec.stored.placement import is_state
 from kvspec.stored.plans import plan_store
@@ -124,6 +125,7 @@ class _Known:
         names: The names of its pages so far, or None if something about it is not stated.
         besides: The other inputs of the names, besides tokens and model, in words.
         adapter: Its LoRA adapter.
+        media: Digests of its media items.
         tokens: Number of tokens from which the names were made.
         saved: Number of the first page that was not saved.
         computes: Whether the engine has computed tokens of it.
@@ -135,6 +137,7 @@ class _Known:
     names: PageNames | None
     besides: str
     adapter: StatedAdapter | None = None
+    media: list[str | None] = attrs.field(factory=list)
     tokens: int = 0
     saved: int = 0
     computes: bool = False
@@ -165,6 +168,7 @@ class StoredPrompts:
         vllm_config, self._kv_cache_config = configs
         self._adapters = adapters
         self._engine, self._manager = engine, kv_cache_manager
+        self._media = MediaContents(vllm_config, len(kv_cache_manager.block_pool.blocks))
         self._hashed = hashed_of(kv_cache_manager)
         self._store = settings.open(vllm_config, engine)
         self._size = settings.page_tokens
@@ -183,19 +187,27 @@ class StoredPrompts:
 
     def accept(self, request: Any) -> None:
         """Take a new request."""
-        prompt, names, besides = prompt_of_request(request, self._adapters), None, ""
-        adapter = None
+        prompt = prompt_of_request(request, self._adapters, self._media)
+        known = _Known(request, None, "")
+        self._known[request.request_id] = known
         if prompt.unstated:
             fields = ", ".join(prompt.unstated)
             log.info("%s has no names for pages: %s is not stated", request.request_id, fields)
         # A session of vLLM discards its last token when its client sends more.
         elif not getattr(request, "resumable", False):
-            names = PageNames(self._store.space, self._size, prompt)
-            adapter = self._adapters.to_workers(request.lora_request)
-            stated = [f"this {field}" for field in ("media", "salt") if getattr(prompt, field)]
-            words = [*filter(None, [self._adapters.words(prompt.adapter)]), *stated]
-            besides = f" under {' and '.join(words)}" if words else ""
-        self._known[request.request_id] = _Known(request, names, besides, adapter)
+            known.names = PageNames(self._store.space, self._size, prompt)
+            known.adapter = self._adapters.to_workers(request.lora_request)
+            known.media = self._media.digests(request.mm_features)
+            known.besides = self._words(prompt)
+
+    def _words(self, prompt: PromptIdentity) -> str:
+        """Return the other inputs of the names of a prompt, besides tokens and model."""
+        words = [self._adapters.words(prompt.adapter)]
+        words += [f"item {item.identifier[:8]} at {item.start}" for item in prompt.media or ()]
+        words += ["this salt"] if prompt.salt else []
+        words += ["these embeddings"] if prompt.embeddings else []
+        found = " and ".join(filter(None, words))
+        return found and f" under {found}"
 
     def matched(self, request: Any, cached: int) -> int:
         """Return the number of stored tokens behind the first *cached* ones, and pin them."""
@@ -287,6 +299,7 @@ class StoredPrompts:
         """
         if name in self._known:
             self._known[name].complete_from = dict(complete_from)
+            self._media.came_from_elsewhere(self._known[name].request.mm_features)
 
     def loads(self, name: str) -> bool:
         """Return whether a request loads pages."""
@@ -361,7 +374,7 @@ class StoredPrompts:
         *offers* are states that vLLM keeps: group, block, and the number of tokens of each.
         """
         name, size = known.request.request_id, self._size
-        if known.names is None:
+        if known.names is None or known.media != self._media.digests(known.request.mm_features):
             return
         # Tokens behind the known ones are drafts.
         stop = min(computed, known.request.num_tokens) // size
