@@ -28,6 +28,8 @@ from kvspec.tickets.stated import encodable
 
 MAX_PIN = 3600.0
 """The longest pin in seconds. A pin that would last longer is of a clock that was set back."""
+LOOKUP_SECONDS = 10.0
+"""The longest search of a lookup in seconds. An engine's scheduler waits for it."""
 
 # For fewer calls no threads are started.
 _FEW_CALLS = 4
