@@ -63,6 +63,7 @@ from kvspec.stored.page_steps import (
     Tables,
     check_load_tables,
     check_states,
+    check_store_tables,
     load_pages,
     load_request,
     store_requests,
@@ -460,6 +461,15 @@ class RankPages:
         objects = plan.objects_of(self.cache.rank)
         return SlotBuffer(plan.placement, plan.plan, whole, objects, self._bytes, stores=False)
 
+    @cached_property
+    def _num_blocks(self) -> dict[str, int]:
+        """Blocks of each group in the memory of this rank."""
+        engine = self.cache.engine
+        return {
+            region.group: region.num_blocks // engine.group(region.group).kernel_blocks_per_block
+            for region in self.cache.regions
+        }
+
     def save(
         self,
         names: Sequence[str],
@@ -485,7 +495,8 @@ class RankPages:
             What was written.
 
         Raises:
-            SpecError: If an argument is wrong, or the engine cannot store its pages.
+            SpecError: If an argument is wrong, or the engine cannot store its pages. No object of
+                any group is written.
             MismatchError: If the engine does not fit the placement.
             StoreError: If an object cannot be written. Objects written before stay.
         """
@@ -495,7 +506,10 @@ class RankPages:
             plan, slots = self.store_plan, self._saving
             whole: dict[str, tuple[int, ...]] = {}
             for group in self.store.placement.engine.groups:
-                whole[group.name] = whole_pages(plan, group.name, wanted, tables, states)
+                own = whole_pages(plan, group.name, wanted, tables, states)
+                check_store_tables(plan, group.name, own, tables, states, self._num_blocks)
+                whole[group.name] = own
+            slots.prepare()
             missing = {
                 group: tuple(page for page in wanted if page not in set(pages))
                 for group, pages in whole.items()
@@ -629,13 +643,9 @@ class RankPages:
     ) -> None:
         """Raise `SpecError` if a block of any batch is wrong, before the first batch moves."""
         groups = {stored.group: pages for stored, pages in own.items() if pages}
-        num_blocks: dict[str, int] = {}
-        for region in self.cache.regions:
-            kernel_blocks = self.cache.engine.group(region.group).kernel_blocks_per_block
-            num_blocks[region.group] = region.num_blocks // kernel_blocks
         for group, pages in groups.items():
             request = load_request(self.load_plan, group, pages, num_pages, tables, cached_tokens)
-            check_load_tables(self.load_plan, group, request, num_blocks)
+            check_load_tables(self.load_plan, group, request, self._num_blocks)
 
     def _load(
         self,
