@@ -28,7 +28,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -38,12 +38,21 @@ from urllib.parse import urlsplit
 from kvspec.errors import SpecError, StoreError
 from kvspec.inputs import flag
 from kvspec.stored import header
-from kvspec.stored.file_objects import DAMAGED, ROOT, SPACE_FILE, key_of, path_of
+from kvspec.stored.file_objects import (
+    DAMAGED,
+    ROOT,
+    SPACE_FILE,
+    is_damaged,
+    key_of,
+    path_of,
+    second_name,
+)
 from kvspec.stored.objects import (
     LOOKUP_SECONDS,
     Item,
     ObjectContents,
     ObjectKey,
+    Result,
     StoredObject,
     absent,
     check_digest,
@@ -67,6 +76,8 @@ CREATED_ONCE = f"{ROOT}/created-once"
 # A bucket rests so many times as long as the questions took that it did not answer.
 _REST = 10.0
 _MOST_WORDS = 300
+# Slashes in the folder of an object.
+_FOLDERS = 2
 # Requests of this process. A child of fork has no thread that could send one, and would wait for
 # ever.
 _process: int | None = None
@@ -145,16 +156,31 @@ class BucketObjects:
         """Read the payload of an object."""
         path = path_of(key)
         target = into.cast("B") if into.format != "B" or into.ndim != 1 else into
-        found = self._get(key, path, target.nbytes)
+
+        def copy(got: _Got) -> None:
+            target[:] = _payload(got, key, path, target.nbytes)
+
+        self._checked(key, path, target.nbytes, copy)
+
+    def inspect(self, key: ObjectKey) -> header.Header:
+        """Read and check the header of an object. Raise `StoreError` as `read` does."""
+        path = path_of(key)
+        return self._checked(key, path, 0, lambda got: _header(got, key, path))
+
+    def _checked(
+        self, key: ObjectKey, path: str, num_bytes: int, check: Callable[[_Got], Result]
+    ) -> Result:
+        """Return the result of *check* for an object. Rename the object if it is damaged."""
+        found = self._get(key, path, num_bytes)
         try:
-            target[:] = _payload(found, key, path, target.nbytes)
+            return check(found)
         except StoreError as error:
             if error.problem != "damaged":
                 raise
             # Its bytes may have changed on the way. Only an object that is damaged is renamed.
-            again = self._get(key, path, target.nbytes)
+            again = self._get(key, path, num_bytes)
             try:
-                target[:] = _payload(again, key, path, target.nbytes)
+                return check(again)
             except StoreError as still:
                 if still.problem == "damaged" and again[1:] == found[1:]:
                     self._set_aside(path, again)
@@ -181,7 +207,7 @@ class BucketObjects:
             with suppress(FileNotFoundError):
                 self._client.head(self._store, name)
                 # One name for each version: a bucket may forbid the deletion behind the copy.
-                name = f"{path}.{checksum(str(found.version).encode())[:8]}{DAMAGED}"
+                name = second_name(path, str(found.version))
             meta = self._client.head(self._store, path)
             if (meta["size"], meta["e_tag"]) == found[1:]:
                 self._client.rename(self._store, path, name)
@@ -239,13 +265,43 @@ class BucketObjects:
     def stored_objects(self, space: str | None = None) -> Iterator[StoredObject]:
         """Iterate over the stored objects, and their sizes with their headers."""
         prefix = ROOT if space is None else f"{ROOT}/{check_digest('space', space)}"
+        for path, size in self._paths(prefix):
+            if key := self._key_of(path):
+                yield StoredObject(key, size)
+
+    def _paths(self, prefix: str) -> Iterator[tuple[str, int]]:
+        """Iterate over the names and the sizes of all objects below a folder."""
         with self._in_bucket(prefix):
             for some in self._client.list(self._store, prefix=prefix):
-                for one in some:
-                    key = key_of(*one["path"].rpartition("/")[::2])
-                    # A name that lies in a folder too many is not that of an object.
-                    if key is not None and path_of(key) == one["path"]:
-                        yield StoredObject(key, one["size"])
+                yield from ((one["path"], one["size"]) for one in some)
+
+    @staticmethod
+    def _key_of(path: str) -> ObjectKey | None:
+        """Return the key of an object, or None if an object in a folder too many has its name."""
+        key = key_of(*path.rpartition("/")[::2])
+        return key if key is not None and path_of(key) == path else None
+
+    def strays(self) -> Iterator[tuple[str, str]]:
+        """Iterate over the objects that are not pages, and what they are."""
+        for path, _ in self._paths(ROOT):
+            folder, _, name = path.rpartition("/")
+            if path == CREATED_ONCE or name == SPACE_FILE or self._key_of(path):
+                continue
+            match = is_damaged(folder, name) and folder.count("/") == _FOLDERS
+            yield path, "damaged" if match else "foreign"
+
+    def remove_strays(self) -> Iterator[str]:
+        """Delete damaged objects. Iterate over their names."""
+        self._check_writable()
+        for path, kind in self.strays():
+            if kind == "damaged":
+                with self._named(path):
+                    self._client.delete(self._store, path)
+                yield path
+
+    def num_bytes(self) -> int:
+        """Return the bytes of all objects that are pages."""
+        return sum(one.num_bytes for one in self.stored_objects())
 
     def describe(self, space: str, description: Mapping[str, str]) -> None:
         """Keep the description of a space. The first description stays."""
@@ -311,17 +367,13 @@ class BucketObjects:
         return True
 
     def _remove(self, key: ObjectKey) -> bool:
-        path = path_of(key)
         try:
-            with self._named(path):
-                size = self._client.head(self._store, path)["size"]
-                most = min(size, header.MAX_HEADER)
-                first = (
-                    self._client.get_range(self._store, path, start=0, end=most) if most else b""
-                )
-        except FileNotFoundError:
-            return False
-        _check_key(header.decode(bytes(first), size, path), key, path)
+            self.inspect(key)
+        except StoreError as error:
+            if error.problem == "absent":
+                return False
+            raise
+        path = path_of(key)
         with self._named(path):
             self._client.delete(self._store, path)
         return True
@@ -354,10 +406,17 @@ class BucketObjects:
             raise StoreError("failed", path, "bucket", _words(error), "an answer") from None
 
 
+def _header(got: _Got, key: ObjectKey, path: str) -> header.Header:
+    """Return the header of an object. Raise `StoreError` if it is not the right one."""
+    found = header.decode(bytes(got.content[: header.MAX_HEADER]), got.size, path)
+    if found.key != key:
+        raise StoreError("foreign", path, "key", str(found.key), str(key))
+    return found
+
+
 def _payload(got: _Got, key: ObjectKey, path: str, num_bytes: int) -> memoryview:
     """Return the payload of an object. Raise `StoreError` if it is not the right one."""
-    found = header.decode(bytes(got.content[: header.MAX_HEADER]), got.size, path)
-    _check_key(found, key, path)
+    found = _header(got, key, path)
     if found.num_bytes != num_bytes:
         wanted = f"{num_bytes} bytes, as the placement has"
         raise StoreError("foreign", path, "bytes", found.num_bytes, wanted)
@@ -365,11 +424,6 @@ def _payload(got: _Got, key: ObjectKey, path: str, num_bytes: int) -> memoryview
     if (sums := checksum(payload)) != found.checksum:
         raise StoreError("damaged", path, "checksum", sums, repr(found.checksum))
     return payload
-
-
-def _check_key(found: header.Header, key: ObjectKey, path: str) -> None:
-    if found.key != key:
-        raise StoreError("foreign", path, "key", str(found.key), str(key))
 
 
 def _library() -> Any:  # noqa: ANN401 - the types of obstore need it to be installed

@@ -396,7 +396,8 @@ class MemoryObjects:
         if self.limit is None or self._bytes + num_bytes <= self.limit:
             return
         pinned = self._pinned() | {key[:2]}
-        for page in [page for page in self._pages if page not in pinned]:
+        fits = num_bytes <= self.limit  # Otherwise it would not help that pages leave.
+        for page in [page for page in self._pages if fits and page not in pinned]:
             for other in [*self._pages[page]]:
                 self._remove(other)
             if self._bytes + num_bytes <= self.limit:

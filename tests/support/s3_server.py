@@ -123,9 +123,8 @@ class S3Server:
                 elif key > query.get("continuation-token", ""):
                     keys.append(key)
         shown = keys[:LISTED]
-        more = f"<NextContinuationToken>{escape(shown[-1])}</NextContinuationToken>" * (
-            len(keys) > LISTED
-        )
+        token = escape(shown[-1]) if len(keys) > LISTED else ""
+        more = f"<NextContinuationToken>{token}</NextContinuationToken>" if token else ""
         contents = "".join(
             f"<Contents><Key>{escape(key)}</Key><Size>{len(self.objects[key])}</Size>"
             f"<LastModified>2026-11-28T12:00:00.000Z</LastModified>"
