@@ -1,6 +1,6 @@
-"""Implement `kvspec store`: list the contents of a directory of stored pages, and explain a hit.
+"""Implement `kvspec store`: list the contents of a directory or a bucket of pages, explain a hit.
 
-Invariant: `ls` and `explain` change nothing. `check` only renames objects that are damaged, and
+Invariant: `ls` and `explain` write nothing. `check` only renames objects that are damaged, and
 `prune` deletes only what kvspec wrote.
 """
 
@@ -10,9 +10,8 @@ import json
 import re
 import stat
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,8 @@ import typer
 from kvspec.cli import printing
 from kvspec.cli.store_demo import Demonstration
 from kvspec.errors import KVSpecError, SpecError, StoreError, counted, nbytes
-from kvspec.stored.file_objects import MODES, ROOT, TEMPORARY_SECONDS, FileObjects
+from kvspec.stored.bucket_objects import BucketObjects
+from kvspec.stored.file_objects import MODES, ROOT, FileObjects
 from kvspec.stored.names import ModelIdentity, PromptIdentity, space_of
 from kvspec.stored.objects import StoredObject
 from kvspec.stored.placement import StoredSpec
@@ -30,20 +30,34 @@ from kvspec.stored.store import PageStore
 from kvspec.tickets.identity import tokens_of
 from kvspec.tickets.stated import explain_difference
 
-store = typer.Typer(help="Look at a directory of stored pages.", no_args_is_help=True)
-DIRECTORY = typer.Argument(help="The directory that was passed to `FileObjects`.")
+store = typer.Typer(help="Look at a directory or a bucket of stored pages.", no_args_is_help=True)
+DIRECTORY = typer.Argument(
+    help="The directory that was passed to `FileObjects`, or the address of a bucket."
+)
+OWNERS = typer.Option(
+    [], "--owner", help="Number of another user whose files are accepted. It may be repeated."
+)
 _MOST_SHOWN = 200  # Characters of a malformed text in an error.
 _UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 
 
 @contextmanager
-def _opened(directory: Path) -> Iterator[FileObjects]:
+def _opened(
+    place: str, owners: Sequence[int], *, read_only: bool = False
+) -> Iterator[FileObjects | BucketObjects]:
     with printing.reported_errors():
-        if not (directory / ROOT).is_dir():
-            raise SpecError("DIRECTORY", str(directory), f"a directory that contains {ROOT}")
+        if "://" in place:
+            if owners:
+                raise SpecError("--owner", owners, "none for a bucket, which has no files")
+            yield BucketObjects.of_url(place, read_only=read_only)
+            return
+        root = Path(place) / ROOT
+        if not root.is_dir():
+            raise SpecError("DIRECTORY", place, f"a directory that contains {ROOT}")
         # Engines may share the directory with their group. Other permissions are refused.
-        mode = stat.S_IMODE((directory / ROOT).lstat().st_mode)
-        objects = FileObjects(directory, mode=mode if mode in MODES else MODES[0])
+        mode = stat.S_IMODE(root.lstat().st_mode)
+        mode = mode if mode in MODES else MODES[0]
+        objects = FileObjects(place, mode=mode, owners=owners, read_only=read_only)
         try:
             yield objects
         finally:
@@ -81,9 +95,9 @@ def _words(description: Mapping[str, str]) -> str:
 
 
 @store.command()
-def ls(directory: Path = DIRECTORY) -> None:
+def ls(directory: str = DIRECTORY, owners: list[int] = OWNERS) -> None:
     """List the spaces of a directory. A space has the pages of one model and one placement."""
-    with _opened(directory) as objects:
+    with _opened(directory, owners, read_only=True) as objects:
         rows = []
         for space, description in objects.spaces().items():
             found = [*objects.stored_objects(space)]
@@ -100,19 +114,20 @@ def ls(directory: Path = DIRECTORY) -> None:
 
 @store.command()
 def explain(
-    directory: Path = DIRECTORY,
+    directory: str = DIRECTORY,
     tokens: Path = typer.Option(help="File with the token ids of the prompt as a list in JSON."),
     model: str = typer.Option("", help="Name of the model. That of each space by default."),
     revision: str = typer.Option("", help="Its revision. That of each space by default."),
     weights: str = typer.Option("", help="Version of its weights. That of each space by default."),
     adapter: str = typer.Option("", help="The adapter of the prompt, such as sql@1f3a."),
     salt: str = typer.Option("", help="The salt of the prompt."),
+    owners: list[int] = OWNERS,
 ) -> None:
     """Say how many tokens of a prompt can be loaded from each space, and why not more.
 
     Exit status 0: at least one page can be loaded. 1: none.
     """
-    with _opened(directory) as objects:
+    with _opened(directory, owners, read_only=True) as objects:
         try:
             text = tokens.read_text()
         except (OSError, ValueError) as error:
@@ -134,7 +149,7 @@ def explain(
 
 
 def _explained(
-    objects: FileObjects,
+    objects: FileObjects | BucketObjects,
     space: str,
     description: Mapping[str, str],
     wanted: Mapping[str, str],
@@ -148,7 +163,6 @@ def _explained(
     if why := explain_difference(attrs.evolve(stored, **wanted), stored):
         return why
     placement = _placement(description)
-    # To open another space would create it.
     if space_of(stored, placement.digest) != space:
         return "its description is that of another space"
     pages = PageStore(placement, stored, objects)
@@ -173,12 +187,12 @@ def demo(
 
 
 @store.command()
-def check(directory: Path = DIRECTORY) -> None:
+def check(directory: str = DIRECTORY, owners: list[int] = OWNERS) -> None:
     """Read all objects and compare their checksums. A damaged one is renamed.
 
     Exit status 0: all objects are right, and there are no other files. 1: see the output.
     """
-    with _opened(directory) as objects:
+    with _opened(directory, owners) as objects:
         right, wrong, size = 0, 0, 0
         for one in objects.stored_objects():
             try:
@@ -195,7 +209,7 @@ def check(directory: Path = DIRECTORY) -> None:
         raise typer.Exit(printing.WRONG)
 
 
-def _verify(objects: FileObjects, one: StoredObject) -> int:
+def _verify(objects: FileObjects | BucketObjects, one: StoredObject) -> int:
     target = bytearray(objects.inspect(one.key).num_bytes)
     objects.read(one.key, memoryview(target))
     return len(target)
@@ -203,16 +217,21 @@ def _verify(objects: FileObjects, one: StoredObject) -> int:
 
 @store.command()
 def prune(
-    directory: Path = DIRECTORY,
+    directory: str = DIRECTORY,
     keep: str = typer.Option("", help="Bytes to keep, such as 200g. The oldest pages leave."),
     space: str = typer.Option("", help="Delete all pages of this space: its first digits."),
+    owners: list[int] = OWNERS,
 ) -> None:
     """Delete damaged objects, and pages by the options. Pinned pages stay with --keep.
 
+    A bucket has no --keep, because it has no times of use: give it rules of its own.
+
     Exit status 1: some files of others were in the way, and stay.
     """
-    with _opened(directory) as objects:
+    with _opened(directory, owners) as objects:
         most = _size(keep) if keep else None
+        if isinstance(objects, BucketObjects) and most is not None:
+            raise SpecError("--keep", keep, "none for a bucket, which has rules of its own")
         deleted, wrong = 0, 0
         if space:
             found = [name for name in objects.spaces() if name.startswith(space)]
@@ -224,14 +243,10 @@ def prune(
                 except StoreError as error:
                     wrong += error.problem != "damaged"  # It is a stray now.
                     _echo(error)
-        if most is not None:
+        if isinstance(objects, FileObjects) and most is not None:
             deleted += objects.free_bytes(max(0, objects.num_bytes() - most))
-        for path, kind in objects.strays():
-            with suppress(FileNotFoundError):  # Another process deleted it.
-                old = time.time() - path.lstat().st_mtime > TEMPORARY_SECONDS
-                if kind == "damaged" or (kind == "temporary" and old):
-                    path.unlink()
-                    _echo(f"deleted {path}")
+        for name in objects.remove_strays():
+            _echo(f"deleted {name}")
         typer.echo(f"deleted {counted(deleted, 'object')}, {nbytes(objects.num_bytes())} left")
     if wrong:
         raise typer.Exit(printing.WRONG)

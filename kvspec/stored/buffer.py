@@ -91,6 +91,12 @@ class SlotBuffer:
             return int(self._host.ctypes.data)
         return int(self._near.data_ptr())
 
+    def prepare(self) -> None:
+        """Build the tables of all objects, so that an error comes before the first copy."""
+        for stored in self.objects:
+            if stored not in self._tables:
+                self._tables[stored] = self._table(stored)
+
     def payload(self, stored: PageObject, slot: int) -> memoryview:
         """Return the bytes of a slot in host memory."""
         start = self._starts[stored] + slot * self._sizes[stored]
@@ -102,8 +108,7 @@ class SlotBuffer:
         Returns:
             int64 array of shape (runs, 3), in no order.
         """
-        if stored not in self._tables:
-            self._tables[stored] = self._table(stored)
+        self.prepare()
         tiles = self._tables[stored].tiles(request)
         runs = [numbered.addresses(chosen) for numbered, chosen in tiles]
         return np.concatenate([np.empty((0, 3), np.int64), *runs])

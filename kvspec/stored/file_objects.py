@@ -17,7 +17,8 @@ How it works:
     is deleted after an hour. No other file is ever incomplete.
 
     A reader checks owner, permissions and header, reads, and compares the checksum. It renames a
-    damaged object to `....damaged`, so that the page can be stored again.
+    damaged object to `....damaged`, so that the page can be stored again. If something has that
+    name, the object is renamed to `.....<8 digits>.damaged`.
 """
 
 from __future__ import annotations
@@ -67,8 +68,13 @@ _OBJECT_DEPTH = 3
 _MOST_WRITE = 1 << 30
 # More bytes at once would lock the index for other processes for too long.
 _MOST_FREED = 1 << 28
+# A lookup pins all pages of its prompt for some milliseconds, so a writer waits for their room.
+_PATIENCE = 0.3
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _TEMPORARY = re.compile(r"\d+-[0-9a-f]{16}")
+_DAMAGED = re.compile(
+    rf"(.+{re.escape(OBJECT_SUFFIX)})(?:\.[0-9a-f]{{8}})?{re.escape(DAMAGED)}", re.DOTALL
+)
 _UNSAFE = {errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO, errno.ENOTDIR}
 
 
@@ -84,6 +90,8 @@ class FileObjects:
         owners: Numbers of other users whose files are accepted, too.
         sync: Whether to wait until the bytes of an object are on the disk. Without it, a loss of
             power may damage new objects, which readers find by their checksums.
+        read_only: Whether to change nothing. The directory must exist, the index is not used, and
+            damaged objects keep their names.
 
     Raises:
         SpecError: If an argument is not possible.
@@ -114,11 +122,15 @@ class FileObjects:
         mode: int = 0o700,
         owners: Sequence[int] = (),
         sync: bool = False,
+        read_only: bool = False,
     ) -> None:
         self.limit = None if limit is None else positive_int("limit", limit)
+        if "://" in str(directory):  # It may contain credentials.
+            raise SpecError("directory", type(directory), "a path: BucketObjects has an address")
         if mode not in MODES:
             raise SpecError("mode", oct(mode), "one of 0o700, 0o750 and 0o770")
         self._mode, self._sync = mode, flag("sync", sync)
+        self._read_only = flag("read_only", read_only)
         self._owners = {os.geteuid(), *owners}
         self._parent = parent = os.path.abspath(directory)
         self.root = f"{parent}/{ROOT}"
@@ -126,18 +138,24 @@ class FileObjects:
         self._common_headers: dict[tuple[str, ...], header.CommonHeader] = {}
         with _named(self.root):
             with suppress(FileExistsError):
-                os.mkdir(parent, mode)
+                if not read_only:
+                    os.mkdir(parent, mode)
             status = os.lstat(parent)
             # In a sticky directory nobody else may rename our folder.
             forbidden = 0 if status.st_mode & stat.S_ISVTX else 0o022 & ~mode
             self._check_owner(parent, status, stat.S_IFDIR, forbidden, {*self._owners, 0})
+        self._index = PageIndex(self.root, mode, read_only=read_only)
+        if read_only:
+            with _named(self.root):
+                self._check_folder(self.root)
+            return
         self._make_folder(f"{self.root}/tmp")
-        self._index = PageIndex(self.root, mode)
         self._delete_temporary()
         self._refresh()
 
     def write(self, key: ObjectKey, payload: memoryview, contents: ObjectContents) -> bool:
         """Store an object."""
+        self._check_writable()
         view = check_payload(payload, contents)
         path = self._path(key)
         for folder in (f"{self.root}/tmp", os.path.dirname(path)):
@@ -199,7 +217,8 @@ class FileObjects:
     def has(self, space: str, pages: Sequence[str], items: Sequence[Item]) -> list[bool]:
         """Return for each page whether all its items are stored, as far as the index knows."""
         own, names = check_pages(space, pages)
-        self._refresh()
+        if not self._read_only:
+            self._refresh()
         try:
             found = self._index.items([own + name for name in names])
         except IndexUnavailable:
@@ -231,6 +250,7 @@ class FileObjects:
 
     def remove(self, keys: Sequence[ObjectKey]) -> int:
         """Remove objects. Raise `StoreError` for a file that is not one."""
+        self._check_writable()
         return sum(self._remove(key) for key in keys)
 
     def stored_objects(self, space: str | None = None) -> Iterator[StoredObject]:
@@ -251,13 +271,23 @@ class FileObjects:
             if kind := self._kind_of_stray(path, inside):
                 yield path, kind
 
+    def remove_strays(self) -> Iterator[str]:
+        """Delete damaged objects and old temporary files. Iterate over their names."""
+        self._check_writable()
+        for path, kind in self.strays():
+            with suppress(FileNotFoundError):  # Another process deleted it.
+                old = time.time() - path.lstat().st_mtime > TEMPORARY_SECONDS
+                if kind == "damaged" or (kind == "temporary" and old):
+                    path.unlink()
+                    yield str(path)
+
     def _kind_of_stray(self, path: Path, inside: tuple[str, ...]) -> str:
         """Return the kind of a file that is not an object, or "" for a file of the store."""
         in_place = len(inside) == _OBJECT_DEPTH
         if not path.is_symlink() and path.is_file():
             if inside[:-1] == ("tmp",) and _TEMPORARY.fullmatch(path.name):
                 return "temporary"
-            if in_place and path.name.endswith(DAMAGED) and key_of(str(path.parent), path.stem):
+            if in_place and is_damaged(str(path.parent), path.name):
                 return "damaged"
         if inside[0].startswith("index") or path.name == SPACE_FILE:
             return ""
@@ -266,6 +296,8 @@ class FileObjects:
     def describe(self, space: str, description: Mapping[str, str]) -> None:
         """Keep the description of a space in its folder. The first description stays."""
         folder = f"{self.root}/{check_digest('space', space)}"
+        if self._read_only:
+            return
         self._make_folder(folder)
         if not os.path.exists(f"{folder}/{SPACE_FILE}"):
             text = json.dumps(dict(description), indent=1, sort_keys=True).encode()
@@ -299,6 +331,7 @@ class FileObjects:
         Returns:
             The number of deleted objects.
         """
+        self._check_writable()
         deleted = []
 
         def delete(page: bytes, items: str) -> None:
@@ -315,6 +348,10 @@ class FileObjects:
     def close(self) -> None:
         """Close the index."""
         self._index.close()
+
+    def _check_writable(self) -> None:
+        if self._read_only:
+            raise SpecError("read_only", value=True, expected="False, to change objects")
 
     def _path(self, key: ObjectKey) -> str:
         return f"{self._parent}/{path_of(key)}"
@@ -397,10 +434,15 @@ class FileObjects:
         def rename() -> bool:
             with suppress(OSError):
                 if os.path.samestat(os.lstat(path), status):  # else another process replaced it
-                    os.rename(path, f"{path}{DAMAGED}")
+                    name = f"{path}{DAMAGED}"
+                    if os.path.lexists(name):
+                        name = second_name(path, f"{status.st_ino}-{status.st_mtime_ns}")
+                    os.rename(path, name)
                     return True
             return False
 
+        if self._read_only:
+            return
         self._unlist(key, status.st_size, rename)
 
     def _unlist(self, key: ObjectKey, num_bytes: int, gone: Callable[[], bool]) -> bool:
@@ -430,16 +472,21 @@ class FileObjects:
     def _make_room(self, num_bytes: int, path: str) -> None:
         if self.limit is None:
             return
+        wanted = f"{num_bytes} bytes that are free or not pinned"
+        if num_bytes > self.limit:  # To delete pages would not help.
+            raise StoreError("full", path, "limit", self.limit, wanted)
+        end = time.monotonic() + _PATIENCE
         try:
-            excess = self._index.num_bytes() + num_bytes - self.limit
-            if excess > 0:  # A little more, so that not every write has to look for pages.
+            while (excess := self._index.num_bytes() + num_bytes - self.limit) > 0:
+                # A little more, so that not every write has to look for pages.
                 self.free_bytes(excess + min(self.limit // 64, _MOST_FREED))
-                excess = self._index.num_bytes() + num_bytes - self.limit
+                if self._index.num_bytes() + num_bytes <= self.limit:
+                    return
+                if time.monotonic() > end:
+                    raise StoreError("full", path, "limit", self.limit, wanted)
+                time.sleep(_PATIENCE / 8)
         except IndexUnavailable as error:
             raise StoreError("failed", path, "index", str(error), "one that works") from error
-        if excess > 0:
-            wanted = f"{num_bytes} bytes that are free or not pinned"
-            raise StoreError("full", path, "limit", self.limit, wanted)
 
     def _refresh(self) -> None:
         """Read the directory if the index is incomplete, and no other process does so."""
@@ -573,9 +620,25 @@ def path_of(key: ObjectKey) -> str:
     """
     space, page, group, chunk = key.checked()
     name = f"{page},{_item(group, chunk)}{OBJECT_SUFFIX}"
-    if len(name) + len(DAMAGED) > _MOST_NAME:
+    if len(second_name(name, "")) > _MOST_NAME:
         raise SpecError("key", (group, chunk), "shorter names: a file name has 255 bytes")
     return f"{ROOT}/{space}/{page[:2]}/{name}"
+
+
+def second_name(path: str, version: str) -> str:
+    """Return the name of a damaged object if something has its first name.
+
+    Args:
+        path: Name of the object.
+        version: Text that differs for each object that had the name.
+    """
+    return f"{path}.{checksum(version.encode())[:8]}{DAMAGED}"
+
+
+def is_damaged(folder: str, name: str) -> bool:
+    """Return whether a file has the name of a damaged object."""
+    match = _DAMAGED.fullmatch(name)
+    return match is not None and key_of(folder, match[1]) is not None
 
 
 def key_of(folder: str, name: str) -> ObjectKey | None:

@@ -95,13 +95,17 @@ class PageIndex:
         root: The directory of the store.
         mode: Permissions of the directory of the index.
         lock_seconds: How long to wait for another process that changes the index.
+        read_only: Whether to change no file. SQLite writes even if it only reads, so the index is
+            then unavailable.
     """
 
-    def __init__(self, root: str, mode: int, *, lock_seconds: float = 5.0) -> None:
+    def __init__(
+        self, root: str, mode: int, *, lock_seconds: float = 5.0, read_only: bool = False
+    ) -> None:
         self._folder, self._stale = Path(root, INDEX), Path(root, "index.stale")
         self._path = f"{self._folder}/pages.sqlite3"
         self._mode = mode
-        self._lock_seconds = lock_seconds
+        self._lock_seconds, self._read_only = lock_seconds, read_only
         self._lock = threading.RLock()
         self._sql: sqlite3.Connection | None = None
         self._opened_as: tuple[int, ...] | None = None
@@ -264,12 +268,15 @@ class PageIndex:
             yield
         except IndexUnavailable:
             with suppress(OSError):
-                self._stale.touch(self._mode & 0o666)
+                if not self._read_only:
+                    self._stale.touch(self._mode & 0o666)
             raise
 
     @contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
         """Yield the connection of this process to the file that has the name now."""
+        if self._read_only:
+            raise IndexUnavailable(f"{self._path}: the store is opened for reading")
         with self._lock:
             found = None
             try:

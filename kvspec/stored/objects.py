@@ -28,6 +28,8 @@ from kvspec.tickets.stated import encodable
 
 MAX_PIN = 3600.0
 """The longest pin in seconds. A pin that would last longer is of a clock that was set back."""
+LOOKUP_SECONDS = 10.0
+"""The longest search of a lookup in seconds. An engine's scheduler waits for it."""
 
 # For fewer calls no threads are started.
 _FEW_CALLS = 4
@@ -394,7 +396,8 @@ class MemoryObjects:
         if self.limit is None or self._bytes + num_bytes <= self.limit:
             return
         pinned = self._pinned() | {key[:2]}
-        for page in [page for page in self._pages if page not in pinned]:
+        fits = num_bytes <= self.limit  # Otherwise it would not help that pages leave.
+        for page in [page for page in self._pages if fits and page not in pinned]:
             for other in [*self._pages[page]]:
                 self._remove(other)
             if self._bytes + num_bytes <= self.limit:

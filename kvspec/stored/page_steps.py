@@ -88,6 +88,50 @@ def whole_pages(
     return tuple((pages.start + np.flatnonzero(whole)).tolist())
 
 
+def check_store_tables(
+    plan: StorePlan,
+    group: str,
+    pages: Sequence[int],
+    tables: Tables,
+    states_at: StateBlocks,
+    num_blocks: Mapping[str, int],
+) -> None:
+    """Check all blocks that a save reads, before it writes its first object.
+
+    Args:
+        plan: The plan of the engine.
+        group: Name of a stored group.
+        pages: Numbers of the pages that `whole_pages` has returned.
+        tables: As in `whole_pages`.
+        states_at: As in `whole_pages`.
+        num_blocks: Blocks of the groups in the memory of the rank.
+
+    Raises:
+        SpecError: If a block is not in memory, or it is in two places.
+    """
+    size = plan.placement.page_tokens
+    for own in plan.sources(group):
+        if own.name not in num_blocks or not pages:
+            continue
+        if is_state(own.spec):
+            held = {(page + 1) * size: states_at[own.name][(page + 1) * size] for page in pages}
+            if plan.engine.null_block in held.values():
+                expected = f"blocks that are not the null block {plan.engine.null_block}"
+                raise SpecError(f"states_at[{own.name!r}]", held, expected)
+            ids = BlockTable([*held.values()]).block_ids
+        else:
+            # Pages may share a block, so count each place of the table once.
+            table, block = _table(tables, own.name), plan.engine.virtual_block(own)
+            read = np.zeros(len(table.block_ids), np.bool_)
+            for run in runs_of(pages):
+                tokens = range(run.start * size, run.stop * size)
+                first = (tokens.start - table.first_token) // block
+                read[first : (tokens.stop - 1 - table.first_token) // block + 1] = True
+            ids = table.block_ids[read]
+        check_ids("producer", own.name, ids, num_blocks[own.name])
+        check_once("producer", own.name, BlockTable(ids), ids)
+
+
 def _held(
     engine: EngineSpec,
     group: KVCacheGroup,

@@ -31,7 +31,9 @@ How it works:
 from __future__ import annotations
 
 import json
+import math
 import threading
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -49,12 +51,19 @@ from kvspec.plan.mismatches import mismatches
 from kvspec.stored.buffer import SlotBuffer
 from kvspec.stored.lookup import explain_lookup, longest_prefix, pages_read
 from kvspec.stored.names import ModelIdentity, PromptIdentity, page_names, space_of
-from kvspec.stored.objects import ObjectContents, ObjectKey, Objects, together
+from kvspec.stored.objects import (
+    LOOKUP_SECONDS,
+    ObjectContents,
+    ObjectKey,
+    Objects,
+    together,
+)
 from kvspec.stored.page_steps import (
     StateBlocks,
     Tables,
     check_load_tables,
     check_states,
+    check_store_tables,
     load_pages,
     load_request,
     store_requests,
@@ -203,6 +212,7 @@ class PageStore:
             SpecError: If a field of *model* is not stated, or an argument has the wrong type.
             MismatchError: If the space has a description whose keys mean something else. Its name
                 contains sums of their angles, and two lists of angles can have equal sums.
+            StoreError: If the description of the space cannot be stored or read.
         """
         self.placement = instance("placement", placement, StoredSpec)
         self.model = instance("model", model, ModelIdentity)
@@ -217,9 +227,9 @@ class PageStore:
 
     def _compare_description(self) -> None:
         """Raise `MismatchError` if another placement has described the space."""
+        spaces = self.objects.spaces()
         try:
-            text = self.objects.spaces()[self.space]["placement"]
-            described = StoredSpec.from_params(json.loads(text))
+            described = StoredSpec.from_params(json.loads(spaces[self.space]["placement"]))
         except (KeyError, ValueError, RecursionError, KVSpecError):
             return  # It cannot be read, so it says nothing.
         if found := mismatches(described.engine, self.placement.engine):
@@ -271,7 +281,8 @@ class PageStore:
         """Find the longest prefix of a prompt that *engine* can load, and pin its objects.
 
         A prefix needs all its pages of full attention, the last ones of a window, and the state
-        at its end.
+        at its end. After `LOOKUP_SECONDS` the search counts all other pages as absent, because the
+        scheduler of an engine waits for it.
 
         Args:
             names: Names of the pages of the prompt, from `names`. An engine that must compute at
@@ -284,6 +295,7 @@ class PageStore:
 
         Raises:
             MismatchError: If the engine does not fit the placement.
+            StoreError: If a bucket cannot be asked.
         """
         plan = self.load_plan(engine)
         wanted = tuple(sequence("names", names, "names of pages"))
@@ -292,7 +304,7 @@ class PageStore:
         # Pin first: an object that is found then stays.
         self.objects.pin(self.space, wanted, owner, pin_seconds)
         try:
-            found = _Found(self, plan, wanted)
+            found = _Found(self, plan, wanted, LOOKUP_SECONDS)
             pages = found.longest_prefix()
             needed = found.needed(pages)
             if len(needed) < len(wanted):
@@ -339,8 +351,15 @@ class PageStore:
 class _Found:
     """Which pages of a prompt are stored, by group of the engine. Each is searched once."""
 
-    def __init__(self, store: PageStore, plan: PageLoadPlan, names: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        store: PageStore,
+        plan: PageLoadPlan,
+        names: tuple[str, ...],
+        most_seconds: float = math.inf,
+    ) -> None:
         self._store, self._plan, self._names = store, plan, names
+        self._end = time.monotonic() + most_seconds
         sources: dict[str, set[str]] = {}
         for pair in plan.plan.pairs:
             sources.setdefault(pair.consumer.name, set()).add(pair.producer.name)
@@ -355,6 +374,8 @@ class _Found:
     def has(self, group: str, page: int) -> bool:
         """Return whether all objects of *page* that a group of the engine reads are stored."""
         if (group, page) not in self._known:
+            if time.monotonic() > self._end:
+                return False
             pages = range(page, min(page + self._ask, len(self._names)))
             self._ask = min(2 * self._ask, _LOOKUP_PAGES)
             names = self._names[pages.start : pages.stop]
@@ -440,6 +461,15 @@ class RankPages:
         objects = plan.objects_of(self.cache.rank)
         return SlotBuffer(plan.placement, plan.plan, whole, objects, self._bytes, stores=False)
 
+    @cached_property
+    def _num_blocks(self) -> dict[str, int]:
+        """Blocks of each group in the memory of this rank."""
+        engine = self.cache.engine
+        return {
+            region.group: region.num_blocks // engine.group(region.group).kernel_blocks_per_block
+            for region in self.cache.regions
+        }
+
     def save(
         self,
         names: Sequence[str],
@@ -465,7 +495,8 @@ class RankPages:
             What was written.
 
         Raises:
-            SpecError: If an argument is wrong, or the engine cannot store its pages.
+            SpecError: If an argument is wrong, or the engine cannot store its pages. No object of
+                any group is written.
             MismatchError: If the engine does not fit the placement.
             StoreError: If an object cannot be written. Objects written before stay.
         """
@@ -475,7 +506,10 @@ class RankPages:
             plan, slots = self.store_plan, self._saving
             whole: dict[str, tuple[int, ...]] = {}
             for group in self.store.placement.engine.groups:
-                whole[group.name] = whole_pages(plan, group.name, wanted, tables, states)
+                own = whole_pages(plan, group.name, wanted, tables, states)
+                check_store_tables(plan, group.name, own, tables, states, self._num_blocks)
+                whole[group.name] = own
+            slots.prepare()
             missing = {
                 group: tuple(page for page in wanted if page not in set(pages))
                 for group, pages in whole.items()
@@ -609,13 +643,9 @@ class RankPages:
     ) -> None:
         """Raise `SpecError` if a block of any batch is wrong, before the first batch moves."""
         groups = {stored.group: pages for stored, pages in own.items() if pages}
-        num_blocks: dict[str, int] = {}
-        for region in self.cache.regions:
-            kernel_blocks = self.cache.engine.group(region.group).kernel_blocks_per_block
-            num_blocks[region.group] = region.num_blocks // kernel_blocks
         for group, pages in groups.items():
             request = load_request(self.load_plan, group, pages, num_pages, tables, cached_tokens)
-            check_load_tables(self.load_plan, group, request, num_blocks)
+            check_load_tables(self.load_plan, group, request, self._num_blocks)
 
     def _load(
         self,

@@ -213,8 +213,12 @@ def test_a_bucket_that_does_not_answer_is_an_error() -> None:
 
 def test_the_place_of_a_store_is_a_directory_or_an_address(tmp_path: object) -> None:
     assert isinstance(opened(f"{tmp_path}/a", 10), FileObjects)
-    assert isinstance(opened("memory:///", None), BucketObjects)
-    for place, limit, field in (("memory:///", 5, "limit"), ("gopher://b", None, "url")):
+    assert isinstance(opened("s3://bucket/folder", None), BucketObjects)
+    for place, limit, field in (
+        ("s3://bucket", 5, "limit"),
+        ("memory:///", None, "directory"),
+        ("gopher://b", None, "url"),
+    ):
         with pytest.raises(SpecError) as caught:
             opened(place, limit)
         assert field in caught.value.field

@@ -435,3 +435,32 @@ def test_contents_must_be_possible() -> None:
     with pytest.raises(SpecError, match="payload"):
         store.write(key(1), payload(1)[1:], CONTENTS)
     assert json.loads(json.dumps(store.spaces())) == {}
+
+
+def test_a_writer_waits_for_the_pins_of_a_lookup(tmp_path: Path) -> None:
+    """A lookup pins all pages of its prompt for some milliseconds."""
+    store = FileObjects(tmp_path, limit=5 * (SIZE + 4096) // 2)
+    put(store, 1, 2)
+    pin(store, [key(1), key(2)], "lookup", 60)
+    ended = threading.Timer(0.1, store.unpin, ["lookup"])
+    ended.start()
+    put(store, 3)
+    ended.join()
+    assert [True, False, True] == has(store, [key(1), key(2), key(3)])
+    pin(store, [key(1), key(3)], "load", 60)
+    began = time.monotonic()
+    with pytest.raises(StoreError) as caught:
+        put(store, 4)
+    assert "full" == caught.value.problem
+    assert time.monotonic() - began < 2.0
+
+
+@pytest.mark.parametrize("kind", ["memory", "files"])
+def test_an_object_above_the_limit_drives_no_page_out(kind: str, tmp_path: Path) -> None:
+    limit = 3 * SIZE
+    objects = MemoryObjects(limit) if kind == "memory" else FileObjects(tmp_path, limit=limit)
+    put(objects, 1)
+    with pytest.raises(StoreError) as caught:
+        objects.write(key(3), memoryview(bytes(limit + 1)), ObjectContents.of_bytes(limit + 1))
+    assert "full" == caught.value.problem
+    assert [True] == has(objects, [key(1)])

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import kvspec
-from kvspec.errors import StoreError
+from kvspec.errors import SpecError, StoreError
 from kvspec.stored import ModelIdentity, PageStore, StoredSpec
 from kvspec.stored.file_objects import FileObjects
 from kvspec.stored.objects import ObjectKey
@@ -165,3 +165,79 @@ def test_other_spaces_are_described_whatever_their_model_is(store: FileObjects, 
     pages = PageStore(StoredSpec(groups=[group], page_tokens=4), own, store)
     (line,) = pages.other_spaces()
     assert line.startswith("pages of another space: ")
+
+
+@pytest.mark.parametrize("kind", ["directory", "full directory", "file", "link", "pipe"])
+def test_a_taken_name_does_not_keep_a_damaged_object_in_its_place(
+    store: FileObjects, kind: str
+) -> None:
+    path = Path(store._path(key(1)))
+    taken = Path(f"{path}.damaged")
+    if kind.endswith("directory"):
+        taken.mkdir()
+        if kind.startswith("full"):
+            (taken / "letter").touch()
+    elif kind == "file":
+        taken.write_text("a letter to a friend")
+    elif kind == "link":
+        taken.symlink_to("/nowhere")
+    else:
+        os.mkfifo(taken)
+    before = taken.lstat()
+    for _ in range(3):
+        path.write_bytes(path.read_bytes()[:-1])
+        with pytest.raises(StoreError) as caught:
+            get(store, 1)
+        assert "damaged" == caught.value.problem
+        assert [False] == has(store, [key(1)])
+        assert store.write(key(1), payload(1), CONTENTS)
+        assert bytes(payload(1)) == get(store, 1)
+    assert os.path.samestat(before, taken.lstat())
+    named = [name for name, kind in store.strays() if kind == "damaged" and name != taken]
+    assert 3 == len(named)
+    removed = {*store.remove_strays()}
+    assert {*map(str, named)} <= removed
+    assert bytes(payload(1)) == get(store, 1)
+
+
+def test_an_address_is_no_directory() -> None:
+    with pytest.raises(SpecError) as caught:
+        FileObjects("s3://user:SECRET@b")
+    assert "directory" == caught.value.field
+    assert "SECRET" not in str(caught.value)
+
+
+def test_a_store_that_is_opened_for_reading_needs_a_directory(tmp_path: Path) -> None:
+    for place in (tmp_path / "none", tmp_path):
+        with pytest.raises(StoreError):
+            FileObjects(place, read_only=True)
+    assert [] == [*tmp_path.iterdir()]
+
+
+def test_a_store_that_is_opened_for_reading_changes_nothing(store: FileObjects) -> None:
+    Path(store._path(key(2))).write_bytes(Path(store._path(key(2))).read_bytes()[:-1])
+    shutil.rmtree(Path(store.root, "index-1"))
+    before = {path: path.lstat().st_mtime_ns for path in Path(store.root).rglob("*")}
+    objects = FileObjects(Path(store.root).parent, limit=1, read_only=True)
+    assert bytes(payload(1)) == get(objects, 1)
+    assert [True, True, False] == pin(objects, [key(1), key(2), key(3)], "me", 5)
+    with pytest.raises(StoreError):
+        get(objects, 2)
+    with pytest.raises(StoreError):
+        get(objects, 3)
+    objects.describe("0" * 64, {"model": "m"})
+    objects.use(key(1).space, [key(1).page])
+    objects.unpin("me")
+    assert objects.num_bytes() > 0
+    calls = (
+        lambda: objects.write(key(3), payload(3), CONTENTS),
+        lambda: objects.remove([key(1)]),
+        lambda: objects.free_bytes(5),
+        lambda: [*objects.remove_strays()],
+    )
+    for call in calls:
+        with pytest.raises(SpecError) as caught:
+            call()
+        assert "read_only" == caught.value.field
+    objects.close()
+    assert before == {path: path.lstat().st_mtime_ns for path in Path(store.root).rglob("*")}

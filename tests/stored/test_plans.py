@@ -335,6 +335,36 @@ def test_wrong_arguments_are_refused() -> None:
         assert caught.value.field == field
 
 
+@pytest.mark.parametrize(
+    ("tables", "states", "field"),
+    [
+        ({"g1": [1, 2, 30, 4]}, [5, 6], "producer_blocks['g1']"),
+        ({"g1": [1, 2, -3, 4]}, [5, 6], "producer_blocks['g1']"),
+        ({"g1": [1, 2, 1, 4]}, [5, 6], "producer_blocks['g1']"),
+        ({"g0": [1, 2, 3, 1]}, [5, 6], "producer_blocks['g0']"),
+        ({}, [5, 99], "producer_blocks['g2']"),
+        ({}, [5, 5], "producer_blocks['g2']"),
+        ({}, [5, 0], "states_at['g2']"),
+    ],
+    ids=["too large", "negative", "twice", "twice in the first", "state", "one state", "null"],
+)
+def test_a_save_with_a_wrong_block_in_any_group_writes_nothing(
+    tables: dict[str, list[int]], states: list[int], field: str
+) -> None:
+    own = engine(FULL, WINDOW, STATE, null=0)
+    store = PageStore(StoredSpec.of(own, page_tokens=8), MODEL, MemoryObjects())
+    names = store.names(range(16), PromptIdentity.of_text())
+    cache, _ = kvspec.allocate(own, RankId(), 20)
+    pages = store.rank_pages(cache, buffer_bytes=1)
+    right = {"g0": [1, 2, 3, 4], "g1": [1, 2, 3, 4]}
+    for _ in range(2):
+        with pytest.raises(SpecError) as caught:
+            pages.save(names, 0, 2, right | tables, {"g2": dict(zip((8, 16), states, strict=True))})
+        assert field == caught.value.field
+        assert [] == [*store.objects.stored_objects()]
+    assert 6 == len(pages.save(names, 0, 2, right, {"g2": {8: 5, 16: 6}}).written)
+
+
 @pytest.mark.parametrize(("chunked", "loaded"), [(False, 0), (True, 1)])
 def test_pages_count_as_loaded_if_a_shorter_prefix_needs_no_earlier_page(
     *, chunked: bool, loaded: int

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import shutil
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from kvspec.stored import (
     RankPages,
     StoredSpec,
 )
+from tests.support.s3_server import Answer, S3Server, running
 
 TOKENS = list(range(35))
 
@@ -130,8 +133,10 @@ def test_demo_finds_a_load_that_is_wrong(tmp_path: Path, monkeypatch: pytest.Mon
     assert "WRONG  TP 3 loads" in shown.output
 
 
-def files(directory: Path) -> set[str]:
-    return {str(path) for path in directory.rglob("*") if not path.parent.name.startswith("index")}
+def files(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Return mode, size and time of the last change of each file and folder."""
+    found = {str(path): path.lstat() for path in [directory, *directory.rglob("*")]}
+    return {path: (one.st_mode, one.st_size, one.st_mtime_ns) for path, one in found.items()}
 
 
 @pytest.mark.parametrize(
@@ -171,6 +176,97 @@ def test_store_explain_changes_nothing(directory: Path) -> None:
     done = run("explain", directory, "--tokens", directory.parent / "tokens.json")
     assert done.exit_code == 1
     assert before == files(directory)
+
+
+@pytest.mark.parametrize(
+    "fault", ["no index", "stale index", "old writer", "damaged", "no tmp", ""]
+)
+def test_store_ls_and_explain_write_nothing(fault: str, directory: Path) -> None:
+    root = directory / "kvspec-pages-1"
+    if fault == "no index":
+        shutil.rmtree(root / "index-1")
+    elif fault == "stale index":
+        (root / "index.stale").touch()
+    elif fault == "old writer":
+        left = root / "tmp" / f"1-{'0' * 16}"
+        left.touch()
+        os.utime(left, (1, 1))
+    elif fault == "damaged":
+        for path in directory.rglob("*.safetensors"):
+            path.write_bytes(path.read_bytes()[:-1])
+    elif fault == "no tmp":
+        (root / "tmp").rmdir()
+    before = files(directory)
+    assert "org/m" in run("ls", directory).output
+    shown = run("explain", directory, "--tokens", directory.parent / "tokens.json")
+    assert "32 of 32 tokens can be loaded" in shown.output
+    assert before == files(directory)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+def test_store_accepts_the_files_of_named_owners(directory: Path) -> None:
+    for path in [directory, *directory.rglob("*")]:
+        os.chown(path, 12345, -1)
+    tokens = ["--tokens", directory.parent / "tokens.json"]
+    for arguments in (["ls"], ["explain", *tokens], ["check"], ["prune", "--keep", "0"]):
+        command, *options = arguments
+        assert 2 == run(command, directory, *options).exit_code
+        assert 2 == run(command, directory, *options, "--owner", 54321).exit_code
+        shown = run(command, directory, *options, "--owner", 54321, "--owner", 12345)
+        assert 0 == shown.exit_code, shown.output
+
+
+@pytest.fixture
+def bucket(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    """A bucket with the pages of the directory, under the names of its files."""
+    with running() as server:
+        settings = {"AWS_ENDPOINT_URL": server.url, "AWS_ALLOW_HTTP": "true", "AWS_REGION": "r"}
+        login = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
+        for name, value in {**settings, **login}.items():
+            monkeypatch.setenv(name, value)
+        for pattern in ("*.safetensors", "space.json"):
+            for path in directory.rglob(pattern):
+                server.objects[f"f/{path.relative_to(directory)}"] = path.read_bytes()
+        yield server
+
+
+def test_store_looks_at_a_bucket_as_at_a_directory(directory: Path, bucket: S3Server) -> None:
+    tokens, place = ["--tokens", directory.parent / "tokens.json"], "s3://b/f"
+    before = dict(bucket.objects)
+    for command, *options in (["ls"], ["explain", *tokens], ["check"]):
+        there, here = run(command, place, *options), run(command, directory, *options)
+        assert 0 == here.exit_code == there.exit_code, there.output
+        assert here.output == there.output
+    assert before == bucket.objects
+    damaged, moved, *_ = sorted(name for name in before if name.endswith(".safetensors"))
+    bucket.objects[damaged] = before[damaged][:-1]
+    letter = f"{moved}.note"
+    bucket.objects[letter] = b"stays"
+    wrong = run("check", place)
+    assert 1 == wrong.exit_code
+    assert "file size" in wrong.output
+    assert f"{letter.removeprefix('f/')}: foreign" in wrong.output.replace("\n", "")
+    assert "7 objects" in wrong.output
+    assert f"{damaged}.damaged" in bucket.objects
+    assert "deleted 0 objects" in run("prune", place).output
+    assert f"{damaged}.damaged" not in bucket.objects
+    space = next(iter(before)).split("/")[2]
+    assert "deleted 7 objects, 0 B left" in run("prune", place, "--space", space).output
+    assert {letter, f"f/kvspec-pages-1/{space}/space.json"} == bucket.objects.keys()
+    for wrong_option in (["prune", place, "--keep", "0"], ["ls", place, "--owner", "5"]):
+        assert 2 == run(*wrong_option).exit_code
+
+
+def test_store_names_a_bucket_that_fails(bucket: S3Server) -> None:
+    bucket.before = lambda _: Answer(403, b"<Error><Code>AccessDenied</Code></Error>")
+    for arguments in (["ls", "s3://b/f"], ["check", "s3://b/f"], ["prune", "s3://b/f"]):
+        shown = run(*arguments)
+        assert 2 == shown.exit_code
+        assert "AccessDenied" in shown.output
+    for address in ("s3://user:SECRET@b/f", "s3://b/f?SECRET"):
+        shown = run("ls", address)
+        assert 2 == shown.exit_code
+        assert "SECRET" not in shown.output
 
 
 def test_store_prune_leaves_files_of_others_and_goes_on(directory: Path) -> None:

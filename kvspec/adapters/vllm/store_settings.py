@@ -127,6 +127,9 @@ def opened(place: str, limit: int | None) -> FileObjects | BucketObjects:
         return FileObjects(place, limit=limit)
     if limit is not None:
         raise SpecError(f"{_FIELD}['limit']", limit, "none for a bucket, which has its own rules")
+    if place.startswith("memory:"):
+        wanted = "a directory or a bucket: each process would have a memory of its own"
+        raise SpecError(f"{_FIELD}['directory']", place, wanted)
     return BucketObjects.of_url(place)
 
 
