@@ -450,9 +450,7 @@ class FileObjects:
             descriptor = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                names = self._space_names()
-                self._index.keep_spaces(names)
-                for name in names:
+                for name in self._index.keep_spaces(self._space_names):
                     for digits in range(256):
                         prefix = bytes.fromhex(name) + bytes([digits])
                         self._index.replace(prefix, self._rows(name, digits))

@@ -140,11 +140,17 @@ class PageIndex:
             own = ((page, item, size, known.get(page, used)) for page, item, size, used in rows)
             sql.executemany(_ADD_OLD, own)
 
-    def keep_spaces(self, spaces: Sequence[str]) -> None:
-        """Forget the pages of all other spaces."""
+    def keep_spaces(self, names: Callable[[], Sequence[str]]) -> Sequence[str]:
+        """Forget the pages of all spaces but those that *names* returns, and return these.
+
+        *names* runs while no other process can add an object. So it sees the folder of each space
+        that the index knows.
+        """
         with self._changing() as sql:
+            spaces = names()
             which = f"DELETE FROM pages WHERE substr(page, 1, 32) NOT IN ({_marks(spaces)})"  # noqa: S608
             sql.execute(which, [bytes.fromhex(space) for space in spaces])
+            return spaces
 
     def discard(self, page: bytes, item: str, num_bytes: int, gone: Callable[[], bool]) -> bool:
         """Forget one object if *gone* returns that its file is gone.
