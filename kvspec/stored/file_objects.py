@@ -198,31 +198,30 @@ class FileObjects:
 
     def has(self, space: str, pages: Sequence[str], items: Sequence[Item]) -> list[bool]:
         """Return for each page whether all its items are stored, as far as the index knows."""
-        own, names = check_pages(space, pages)
+        names = check_pages(space, pages)
         self._refresh()
         try:
-            found = self._index.items([own + name for name in names])
+            found = self._index.items(names)
         except IndexUnavailable:
             paths = ([self._path(ObjectKey(space, page, *one)) for one in items] for page in pages)
             return [all(map(os.path.lexists, each)) for each in paths]
         wanted = [f"/{_item(*item)}/" for item in items]
         # Most pages have the same items.
-        whole = {text: all(one in text for one in wanted) for text in {"", *found.values()}}
-        return [whole[found.get(own + name, "")] for name in names]
+        whole = {text: all(one in text for one in wanted) for text in set(found)}
+        return [whole[text] for text in found]
 
     def pin(self, space: str, pages: Sequence[str], owner: str, duration: float) -> None:
         """Keep pages from eviction."""
-        own, names = check_pages(space, pages)
-        longest = pin_seconds(duration)
+        names, longest = check_pages(space, pages), pin_seconds(duration)
         with suppress(IndexUnavailable):  # Without pins, a page that leaves too early is absent.
-            self._index.pin([own + name for name in dict.fromkeys(names)], owner, longest)
+            self._index.pin(names, owner, longest)
 
     def use(self, space: str, pages: Sequence[str]) -> None:
         """Note that pages of a prompt are used. Without a limit of bytes, nothing is noted."""
-        own, names = check_pages(space, pages)
+        names = check_pages(space, pages)
         if self.limit is not None:
             with suppress(IndexUnavailable):
-                self._index.use([own + name for name in names])
+                self._index.use(names)
 
     def unpin(self, owner: str) -> None:
         """End the pins of *owner*."""
