@@ -29,6 +29,7 @@ from kvspec.stored.objects import (
     Item,
     ObjectContents,
     ObjectKey,
+    Payload,
     StoredObject,
     absent,
     check_digest,
@@ -97,6 +98,10 @@ class BucketObjects:
         path, view = path_of(key), check_payload(payload, contents)
         head = header.encode(key, contents, checksum(view))
         return self._create(path, b"".join((head, view)))
+
+    def write_all(self, payloads: Sequence[Payload], contents: ObjectContents) -> list[bool]:
+        """Store objects of equal contents, many at a time."""
+        return together(REQUESTS, self.write, [(*each, contents) for each in payloads])
 
     def read(self, key: ObjectKey, into: memoryview) -> None:
         """Read the payload of an object."""

@@ -137,10 +137,10 @@ class PageIndex:
         if self.incomplete() == since:
             self._stale.unlink(missing_ok=True)
 
-    def add(self, row: Row) -> None:
-        """Note an object. An object that is known is noted once."""
-        with self._marking(), self._open() as sql:
-            sql.execute(_ADD, row)
+    def add(self, rows: Iterable[Row]) -> None:
+        """Note objects. An object that is known is noted once."""
+        with self._changing() as sql:
+            sql.executemany(_ADD, rows)
 
     def replace(self, prefix: bytes, rows: Iterable[Row]) -> None:
         """Make the index of all pages with a prefix equal to *rows*. They keep their last use."""

@@ -170,6 +170,10 @@ class ObjectContents:
         return self.ends[-1]
 
 
+Payload = tuple[ObjectKey, memoryview]
+"""An object to write."""
+
+
 class StoredObject(NamedTuple):
     """One object in the list of a store.
 
@@ -187,7 +191,7 @@ class Objects(Protocol):
     """The methods of a store of objects. Several threads may call each method.
 
     Attributes:
-        threads: Number of objects that a rank should read or write at the same time.
+        threads: Number of objects that a rank should read at the same time.
     """
 
     threads: int
@@ -200,6 +204,13 @@ class Objects(Protocol):
 
         Raises:
             StoreError: If there is no room, or the object cannot be written. Nothing is visible.
+        """
+
+    def write_all(self, payloads: Sequence[Payload], contents: ObjectContents) -> list[bool]:
+        """Store objects of equal contents, as `write` does. Return its result for each one.
+
+        Raises:
+            StoreError: As `write`. Some of the other objects may be stored.
         """
 
     def read(self, key: ObjectKey, into: memoryview) -> None:
@@ -269,8 +280,18 @@ def together(
     """Return the results of calls that run in some threads. All have ended, also after an error."""
     if threads == 1 or len(arguments) < _FEW_CALLS:
         return [call(*each) for each in arguments]
+    results: dict[int, Result] = {}
+    # The threads share one iterator: to submit each call takes as long as to read 64 KiB.
+    pending = iter([*enumerate(arguments)])
+
+    def work() -> None:
+        for at, each in pending:
+            results[at] = call(*each)
+
     with ThreadPoolExecutor(threads) as pool:
-        return [*pool.map(call, *zip(*arguments, strict=True))]
+        for thread in [pool.submit(work) for _ in range(threads)]:
+            thread.result()
+    return [results[at] for at in range(len(arguments))]
 
 
 def check_payload(payload: memoryview, contents: ObjectContents) -> memoryview:
@@ -325,6 +346,10 @@ class MemoryObjects:
             self._pages.setdefault(key[:2], {})[key] = copy, checksum(copy)
             self._bytes += len(copy)
         return True
+
+    def write_all(self, payloads: Sequence[Payload], contents: ObjectContents) -> list[bool]:
+        """Store objects of equal contents."""
+        return [self.write(*each, contents) for each in payloads]
 
     def read(self, key: ObjectKey, into: memoryview) -> None:
         """Read the payload of an object."""
