@@ -29,7 +29,7 @@ from kvspec.memory.region import Region
 from kvspec.specs import LayerSpec
 from kvspec.specs.formats import PLAIN
 from kvspec.specs.key_content import Segment
-from kvspec.stored.objects import Item, ObjectContents, ObjectKey, StoredObject
+from kvspec.stored.objects import Item, ObjectContents, ObjectKey, Payload, StoredObject
 from kvspec.stored.placement import PageObject, StoredSpec
 
 _FOREIGN_NAME = re.compile(r"[0-9a-f]{32,64}")
@@ -138,6 +138,10 @@ class ForeignObjects(ABC):
     def write(self, key: ObjectKey, payload: memoryview, contents: ObjectContents) -> NoReturn:  # noqa: ARG002
         """Raise `StoreError`."""
         raise StoreError("foreign", str(key), "store", self.FORMAT, "a store of kvspec, to write")
+
+    def write_all(self, payloads: Sequence[Payload], contents: ObjectContents) -> list[bool]:
+        """Raise `StoreError` if there is an object to write."""
+        return [self.write(*each, contents) for each in payloads]
 
     def remove(self, keys: Sequence[ObjectKey]) -> NoReturn:
         """Raise `StoreError`."""

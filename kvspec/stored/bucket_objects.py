@@ -52,6 +52,7 @@ from kvspec.stored.objects import (
     Item,
     ObjectContents,
     ObjectKey,
+    Payload,
     Result,
     StoredObject,
     absent,
@@ -151,6 +152,10 @@ class BucketObjects:
         path, view = path_of(key), check_payload(payload, contents)
         head = header.encode(key, contents, checksum(view))
         return self._create(path, b"".join((head, view)))
+
+    def write_all(self, payloads: Sequence[Payload], contents: ObjectContents) -> list[bool]:
+        """Store objects of equal contents, many at a time."""
+        return together(REQUESTS, self.write, [(*each, contents) for each in payloads])
 
     def read(self, key: ObjectKey, into: memoryview) -> None:
         """Read the payload of an object."""

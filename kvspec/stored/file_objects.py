@@ -45,6 +45,7 @@ from kvspec.stored.objects import (
     Item,
     ObjectContents,
     ObjectKey,
+    Payload,
     StoredObject,
     absent,
     check_digest,
@@ -52,6 +53,7 @@ from kvspec.stored.objects import (
     check_payload,
     checksum,
     pin_seconds,
+    together,
 )
 
 ROOT = "kvspec-pages-1"
@@ -66,6 +68,9 @@ _MOST_NAME = 255
 # Space, first two digits and name: the parts of the path of an object.
 _OBJECT_DEPTH = 3
 _MOST_WRITE = 1 << 30
+# Objects that are added to the index together. The index does not know those of a batch whose
+# writer is killed, and does not count their bytes, until they are written again.
+_MOST_NEW, _MOST_NEW_BYTES = 64, 1 << 22
 # More bytes at once would lock the index for other processes for too long.
 _MOST_FREED = 1 << 28
 # A lookup pins all pages of its prompt for some milliseconds, so a writer waits for their room.
@@ -155,29 +160,55 @@ class FileObjects:
 
     def write(self, key: ObjectKey, payload: memoryview, contents: ObjectContents) -> bool:
         """Store an object."""
+        return self.write_all([(key, payload)], contents)[0]
+
+    def write_all(self, payloads: Sequence[Payload], contents: ObjectContents) -> list[bool]:
+        """Store objects of equal contents. The index is changed once for some of them."""
         self._check_writable()
-        view = check_payload(payload, contents)
-        path = self._path(key)
-        for folder in (f"{self.root}/tmp", os.path.dirname(path)):
+        views = [(key, check_payload(payload, contents)) for key, payload in payloads]
+        paths = [self._path(key) for key, _ in views]
+        # With a limit, they must not displace each other.
+        most = _MOST_NEW_BYTES if self.limit is None else min(self.limit // 64, _MOST_NEW_BYTES)
+        count = min(max(1, most // contents.num_bytes), _MOST_NEW)
+        created = list[bool]()
+        for at in range(0, len(views), count):
+            created += self._write_some(views[at : at + count], paths[at : at + count], contents)
+        return created
+
+    def _write_some(
+        self, views: Sequence[Payload], paths: Sequence[str], contents: ObjectContents
+    ) -> list[bool]:
+        for folder in (f"{self.root}/tmp", *{os.path.dirname(path) for path in paths}):
             if folder in self._safe and not os.path.isdir(folder):  # Somebody deleted it.
                 self._safe.clear()
             self._make_folder(folder)
-        head = header.encode(key, contents, checksum(view))
-        size = len(head) + view.nbytes
-        row = _page(key), _item(key.group, key.chunk), size, time.time_ns()
-        while True:
-            created = False
-            if not os.path.lexists(path):
-                self._make_room(size, path)
-                created = self._create(path, [memoryview(head), view])
+        if self.limit is not None:
+            new = sum(not os.path.lexists(path) for path in paths)
+            size = len(header.encode(views[0][0], contents, "")) + contents.num_bytes
+            self._make_room(new * size, paths[0])
+        rows: list[Row] = []
+
+        def write(key: ObjectKey, view: memoryview, path: str) -> bool:
+            head = header.encode(key, contents, checksum(view))
+            created = not os.path.lexists(path) and self._create(path, [memoryview(head), view])
             if not created:  # It counts as stored, so it must be a file that can be read.
                 with suppress(FileNotFoundError):
                     self._check_owner(path, os.lstat(path), stat.S_IFREG, 0o022 & ~self._mode)
+            size = len(head) + view.nbytes
+            rows.append((_page(key), _item(key.group, key.chunk), size, time.time_ns()))
+            return created
+
+        try:
+            calls = [(*view, path) for view, path in zip(views, paths, strict=True)]
+            created = together(self.threads, write, calls)
+        finally:
             with suppress(IndexUnavailable):
-                self._index.add(row)
+                self._index.add(rows)
+        for at, path in enumerate(paths):
             # Another process may have deleted the object that was there before it was noted.
-            if created or os.path.lexists(path):
-                return created
+            if not created[at] and not os.path.lexists(path):
+                created[at] = self.write(*views[at], contents)
+        return created
 
     def read(self, key: ObjectKey, into: memoryview) -> None:
         """Read the payload of an object."""
@@ -216,32 +247,31 @@ class FileObjects:
 
     def has(self, space: str, pages: Sequence[str], items: Sequence[Item]) -> list[bool]:
         """Return for each page whether all its items are stored, as far as the index knows."""
-        own, names = check_pages(space, pages)
+        names = check_pages(space, pages)
         if not self._read_only:
             self._refresh()
         try:
-            found = self._index.items([own + name for name in names])
+            found = self._index.items(names)
         except IndexUnavailable:
             paths = ([self._path(ObjectKey(space, page, *one)) for one in items] for page in pages)
             return [all(map(os.path.lexists, each)) for each in paths]
         wanted = [f"/{_item(*item)}/" for item in items]
         # Most pages have the same items.
-        whole = {text: all(one in text for one in wanted) for text in {"", *found.values()}}
-        return [whole[found.get(own + name, "")] for name in names]
+        whole = {text: all(one in text for one in wanted) for text in set(found)}
+        return [whole[text] for text in found]
 
     def pin(self, space: str, pages: Sequence[str], owner: str, duration: float) -> None:
         """Keep pages from eviction."""
-        own, names = check_pages(space, pages)
-        longest = pin_seconds(duration)
+        names, longest = check_pages(space, pages), pin_seconds(duration)
         with suppress(IndexUnavailable):  # Without pins, a page that leaves too early is absent.
-            self._index.pin([own + name for name in dict.fromkeys(names)], owner, longest)
+            self._index.pin(names, owner, longest)
 
     def use(self, space: str, pages: Sequence[str]) -> None:
         """Note that pages of a prompt are used. Without a limit of bytes, nothing is noted."""
-        own, names = check_pages(space, pages)
+        names = check_pages(space, pages)
         if self.limit is not None:
             with suppress(IndexUnavailable):
-                self._index.use([own + name for name in names])
+                self._index.use(names)
 
     def unpin(self, owner: str) -> None:
         """End the pins of *owner*."""
@@ -497,9 +527,7 @@ class FileObjects:
             descriptor = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                names = self._space_names()
-                self._index.keep_spaces(names)
-                for name in names:
+                for name in self._index.keep_spaces(self._space_names):
                     for digits in range(256):
                         prefix = bytes.fromhex(name) + bytes([digits])
                         self._index.replace(prefix, self._rows(name, digits))
@@ -540,13 +568,14 @@ class FileObjects:
 
     def _make_folder(self, folder: str) -> None:
         """Create a folder below the root, and those above it, if they are absent."""
+        if folder in self._safe:
+            return
         if folder != self.root:
             self._make_folder(os.path.dirname(folder))
-        if folder not in self._safe:
-            with _named(folder), suppress(FileExistsError):
-                os.mkdir(folder, self._mode)
-                os.chmod(folder, self._mode)
-            self._check_folder(folder)
+        with _named(folder), suppress(FileExistsError):
+            os.mkdir(folder, self._mode)
+            os.chmod(folder, self._mode)
+        self._check_folder(folder)
 
     def _check_folder(self, folder: str) -> None:
         """Check a folder and those above it, up to the root."""

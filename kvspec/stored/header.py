@@ -13,8 +13,8 @@ How it works:
     The metadata are texts: `format`, `version`, the four fields of the key, `bytes` (of the
     payload), `checksum` (of the payload), and the facts of the contents.
 
-    All objects of one group and chunk have the same tensors. So the text after the metadata is
-    made once for each `ObjectContents`, and parsed once for each such text.
+    All objects of one group and chunk have the same tensors. So the text around page and checksum
+    is made once for each `ObjectContents`, and the tensors are parsed once for each such text.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Header(NamedTuple):
 
 def encode(key: ObjectKey, contents: ObjectContents, checksum: str) -> bytes:
     """Return the header of an object, up to the first byte of its payload."""
-    facts, tensors = _fixed_texts(contents)
-    text = _own_text(key, checksum) + facts + tensors
+    before_page, before_checksum, after = _fixed_texts(key.space, key.group, key.chunk, contents)
+    text = b"".join((before_page, key.page.encode(), before_checksum, checksum.encode(), after))
     size = LENGTH_BYTES + len(text)
     size += -size % ALIGNMENT
     return (size - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little") + text.ljust(size - LENGTH_BYTES)
@@ -71,8 +71,10 @@ def _own_text(key: ObjectKey, checksum: str) -> bytes:
 
 
 @lru_cache(maxsize=1024)
-def _fixed_texts(contents: ObjectContents) -> tuple[bytes, bytes]:
-    """Return the part of the metadata and the tensors that all objects of *contents* share."""
+def _fixed_texts(
+    space: str, group: str, chunk: str, contents: ObjectContents
+) -> tuple[bytes, bytes, bytes]:
+    """Return the texts before the page, before the checksum and behind it."""
     own = {"format", "version", *ObjectKey._fields, "checksum", "bytes"}
     if clash := own & contents.facts.keys():
         raise SpecError("facts", sorted(clash), "names that the header does not use itself")
@@ -84,10 +86,11 @@ def _fixed_texts(contents: ObjectContents) -> tuple[bytes, bytes]:
             contents.tensors, begins, contents.ends, strict=False
         )
     }
-    texts = b", " + json.dumps(facts).encode()[1:] + b",", json.dumps(tensors).encode()[1:]
-    if sum(map(len, texts)) > MAX_HEADER // 2:
+    after = b'", ' + json.dumps(facts).encode()[1:] + b"," + json.dumps(tensors).encode()[1:]
+    if len(after) > MAX_HEADER // 2:
         raise SpecError("contents", len(contents.tensors), "tensors with a header below 512 KiB")
-    return texts
+    begin, end = _own_text(ObjectKey(space, "", group, chunk), "")[:-1].split(b'"page": "', 1)
+    return begin + b'"page": "', end, after
 
 
 def header_bytes(first: bytes | memoryview, place: str) -> int:

@@ -15,6 +15,11 @@ How it works:
     is useful only with the pages before it, so the last one leaves first. A pin ends at its time,
     or if it would last longer than `MAX_PIN`.
 
+    To change `used` of 1,000 pages takes 10 ms, and nobody reads it until pages must leave. So the
+    use of a prompt is one row of `pins`, too: it has ended, and its owner is a checksum of the
+    pages, so that many uses of one prompt are one row. `free_bytes` counts the pages of these rows
+    as used, in the order of the rows. If there are too many, the oldest ones are counted earlier.
+
     The database has a directory of its own. If it is corrupt, the directory is renamed, so that the
     files of SQLite stay together. An index that cannot be changed, because another process
     holds its lock, leaves the mark `index.stale`. Both let `incomplete` be true, so that the
@@ -34,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from kvspec.errors import KVSpecError
-from kvspec.stored.objects import MAX_PIN
+from kvspec.stored.objects import MAX_PIN, checksum
 
 INDEX = "index-1"
 """Name of the directory with the index of this version."""
@@ -72,13 +77,22 @@ INSERT INTO pages VALUES (?, '/' || ? || '/', ?, ?)
 ON CONFLICT (page) DO UPDATE
 SET items = items || substr(excluded.items, 2), bytes = bytes + excluded.bytes
 """
+# One statement for all pages takes half the time of one with a parameter for each page. Most pages
+# have equal items, which it leaves out: a row takes as long as the search for it.
+_ITEMS = """
+WITH RECURSIVE wanted (at)
+AS (SELECT 0 WHERE ?2 UNION ALL SELECT at + 1 FROM wanted WHERE at + 1 < ?2)
+SELECT at, items FROM wanted LEFT JOIN pages ON page = substr(?1, 64 * at + 1, 64)
+WHERE items IS NOT ?3
+"""
 # The codes of a missing table, of a damaged file, and of a file of another kind.
 _USELESS = {sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 _PAGE_BYTES = 64
+# The end of a row that is only a use; the most bytes of all such rows, and what a short row counts.
+_ENDED = 0.0
+_MOST_NOTED, _LEAST_NOTED = 1 << 20, 1 << 14
 # The largest integer of SQLite.
 _MOST_USED = (1 << 63) - 1
-# Each number of parameters is one more statement that SQLite prepares.
-_AT_ONCE = 500
 
 Row = tuple[bytes, str, int, int]
 """One object in one row: page, item, bytes, and the time of its last use in nanoseconds."""
@@ -109,6 +123,7 @@ class PageIndex:
         self._lock = threading.RLock()
         self._sql: sqlite3.Connection | None = None
         self._opened_as: tuple[int, ...] | None = None
+        self._usual: str | None = None  # The items of the page that was found last.
         # A child of fork must not close the connection of its parent, so it keeps the object.
         self._of_parents: list[sqlite3.Connection] = []
 
@@ -126,10 +141,10 @@ class PageIndex:
         if self.incomplete() == since:
             self._stale.unlink(missing_ok=True)
 
-    def add(self, row: Row) -> None:
-        """Note an object. An object that is known is noted once."""
-        with self._marking(), self._open() as sql:
-            sql.execute(_ADD, row)
+    def add(self, rows: Iterable[Row]) -> None:
+        """Note objects. An object that is known is noted once."""
+        with self._changing() as sql:
+            sql.executemany(_ADD, rows)
 
     def replace(self, prefix: bytes, rows: Iterable[Row]) -> None:
         """Make the index of all pages with a prefix equal to *rows*. They keep their last use."""
@@ -144,11 +159,17 @@ class PageIndex:
             own = ((page, item, size, known.get(page, used)) for page, item, size, used in rows)
             sql.executemany(_ADD_OLD, own)
 
-    def keep_spaces(self, spaces: Sequence[str]) -> None:
-        """Forget the pages of all other spaces."""
+    def keep_spaces(self, names: Callable[[], Sequence[str]]) -> Sequence[str]:
+        """Forget the pages of all spaces but those that *names* returns, and return these.
+
+        *names* runs while no other process can add an object. So it sees the folder of each space
+        that the index knows.
+        """
         with self._changing() as sql:
+            spaces = names()
             which = f"DELETE FROM pages WHERE substr(page, 1, 32) NOT IN ({_marks(spaces)})"  # noqa: S608
             sql.execute(which, [bytes.fromhex(space) for space in spaces])
+            return spaces
 
     def discard(self, page: bytes, item: str, num_bytes: int, gone: Callable[[], bool]) -> bool:
         """Forget one object if *gone* returns that its file is gone.
@@ -167,14 +188,16 @@ class PageIndex:
             sql.execute("DELETE FROM pages WHERE page = ? AND items = '/'", (page,))
             return True
 
-    def items(self, pages: Sequence[bytes]) -> dict[bytes, str]:
-        """Return the items of those pages that are known."""
-        known: dict[bytes, str] = {}
+    def items(self, pages: bytes) -> list[str]:
+        """Return the items of each page, or "" for a page that is not known."""
+        count = len(pages) // _PAGE_BYTES
         with self._open() as sql:
-            for some in _some(pages):
-                which = f"SELECT page, items FROM pages WHERE page IN ({_marks(some)})"  # noqa: S608
-                known.update(_checked(row, bytes, str) for row in sql.execute(which, some))
-        return known
+            found = [self._usual or ""] * count
+            for row in sql.execute(_ITEMS, (pages, count, self._usual)):
+                at, items = row
+                found[at] = "" if items is None else _checked((items,), str)[0]
+            self._usual = found[0] if count and found[0] else self._usual
+        return found
 
     def num_bytes(self) -> int:
         """Return the bytes of all files of objects."""
@@ -182,21 +205,25 @@ class PageIndex:
             total: tuple[int] = _checked(sql.execute("SELECT bytes FROM total").fetchone(), int)
             return total[0]
 
-    def pin(self, pages: Sequence[bytes], owner: str, duration: float) -> None:
+    def pin(self, pages: bytes, owner: str, duration: float) -> None:
         """Keep pages from eviction for some seconds."""
         with self._changing() as sql:
-            row = owner, time.time() + duration, b"".join(pages)
+            row = owner, time.time() + duration, pages
             sql.execute("INSERT OR REPLACE INTO pins VALUES (?, ?, ?)", row)
 
-    def use(self, pages: Sequence[bytes]) -> None:
+    def use(self, pages: bytes) -> None:
         """Note that *pages* of a prompt, from its first page on, are used now."""
-        with self._changing() as sql:
-            _use(sql, pages)
+        if pages:
+            with self._changing() as sql:
+                _note(sql, pages)
 
     def unpin(self, owner: str) -> None:
         """End the pins of *owner*. Its pages count as used now."""
         with self._changing() as sql:
-            self._end_pins(sql, "owner = ?", (owner,))
+            pin = sql.execute("SELECT pages FROM pins WHERE owner = ?", (owner,)).fetchone()
+            sql.execute("DELETE FROM pins WHERE owner = ?", (owner,))
+            if pin is not None and _checked(pin, bytes)[0]:
+                _note(sql, pin[0])
 
     def free_bytes(self, num_bytes: int, delete: Callable[[bytes, str], None]) -> None:
         """Delete the pages that were not used for longest, without those that are pinned.
@@ -207,7 +234,7 @@ class PageIndex:
         """
         with self._changing() as sql:
             now = time.time()
-            self._end_pins(sql, "until < ? OR until > ?", (now, now + MAX_PIN))
+            _count_uses(sql, "until < ? OR until > ?", now, now + MAX_PIN)
             pins = [_checked(row, bytes)[0] for row in sql.execute("SELECT pages FROM pins")]
             pinned = {page for pages in pins for page in _split(pages)}
             taken = []
@@ -237,13 +264,6 @@ class PageIndex:
     def _is_own(self) -> bool:
         """Return whether this process opened the connection."""
         return self._opened_as is not None and self._opened_as[0] == os.getpid()
-
-    @staticmethod
-    def _end_pins(sql: sqlite3.Connection, which: str, values: tuple[object, ...]) -> None:
-        ended = sql.execute(f"SELECT pages FROM pins WHERE {which}", values).fetchall()  # noqa: S608
-        sql.execute(f"DELETE FROM pins WHERE {which}", values)  # noqa: S608
-        for row in ended:
-            _use(sql, [*_split(_checked(row, bytes)[0])])
 
     @contextmanager
     def _changing(self) -> Iterator[sqlite3.Connection]:
@@ -324,6 +344,7 @@ class PageIndex:
         # After a loss of power the index may be old or corrupt. The directory is the truth.
         for setting in ("journal_mode = WAL", "synchronous = OFF", "trusted_schema = OFF"):
             sql.execute(f"PRAGMA {setting}")
+        sql.execute("PRAGMA cache_size = -8000")  # 8 MB: the inner nodes of 10^6 pages fit in.
         if not sql.execute("PRAGMA user_version").fetchone()[0]:
             with sql:
                 sql.execute("BEGIN IMMEDIATE")
@@ -341,16 +362,32 @@ class PageIndex:
                 self._folder.rename(f"{self._folder}.damaged-{os.getpid()}-{time.time_ns()}")
 
 
-def _use(sql: sqlite3.Connection, pages: Sequence[bytes]) -> None:
-    last = sql.execute("SELECT ifnull(max(used), 0) FROM pages").fetchone()
-    start = min(_checked(last, int)[0] + 1, _MOST_USED - len(pages))
-    used = range(max(time.time_ns(), start) + len(pages), 0, -1)
-    rows = zip(used, pages, strict=False)
-    sql.executemany("UPDATE pages SET used = ? WHERE page = ?", rows)
+def _note(sql: sqlite3.Connection, pages: bytes) -> None:
+    """Keep the use of *pages* in a row, until `_count_uses`."""
+    row = checksum(pages).encode(), _ENDED, pages
+    sql.execute("INSERT OR REPLACE INTO pins VALUES (?, ?, ?)", row)
+    which = "SELECT rowid, length(pages) FROM pins WHERE until = ? ORDER BY rowid DESC"
+    room = _MOST_NOTED
+    for number, length in sql.execute(which, (_ENDED,)).fetchall():
+        room -= max(length, _LEAST_NOTED)
+        if room < 0:
+            _count_uses(sql, "until = ? AND rowid <= ?", _ENDED, number)
+            break
 
 
-def _some(pages: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
-    return (pages[at : at + _AT_ONCE] for at in range(0, len(pages), _AT_ONCE))
+def _count_uses(sql: sqlite3.Connection, which: str, *values: object) -> None:
+    """Count the pages of some pins as used, in the order of the pins, and delete these."""
+    rows = sql.execute(f"SELECT pages FROM pins WHERE {which} ORDER BY rowid", values).fetchall()  # noqa: S608
+    used: dict[bytes, None] = {}  # From the page that was used least recently on.
+    for row in rows:
+        pages = _checked(row, bytes)[0]
+        for page in reversed([*_split(pages)]):
+            used.pop(page, None)
+            used[page] = None
+    last = _checked(sql.execute("SELECT ifnull(max(used), 0) FROM pages").fetchone(), int)[0]
+    start = min(max(time.time_ns(), last + 1), _MOST_USED - len(used))
+    sql.executemany("UPDATE pages SET used = ? WHERE page = ?", enumerate(used, start))
+    sql.execute(f"DELETE FROM pins WHERE {which}", values)  # noqa: S608
 
 
 def _marks(values: Sequence[object]) -> str:

@@ -91,15 +91,20 @@ def check_digest(field: str, value: object) -> str:
     return value
 
 
-def check_pages(space: str, pages: Sequence[str]) -> tuple[bytes, list[bytes]]:
-    """Return the bytes of a space, and of the names of pages. Raise `SpecError` if one is wrong."""
-    own = bytes.fromhex(check_digest("space", space))
+def check_pages(space: str, pages: Sequence[str]) -> bytes:
+    """Return the bytes of all names of pages, each behind those of the space.
+
+    Raises:
+        SpecError: If a name, or that of the space, has not 64 hexadecimal digits.
+    """
+    check_digest("space", space)
     # To check one page by itself takes a microsecond.
     with suppress(TypeError, ValueError):
-        names = [*map(bytes.fromhex, pages)]
-        if [name.hex() for name in names] == [*pages] and {*map(len, names)} <= {len(own)}:
-            return own, names
-    return own, [bytes.fromhex(check_digest("pages", page)) for page in pages]
+        text = space.join(("", *pages))
+        names = bytes.fromhex(text)
+        if names.hex() == text and {*map(len, pages)} <= {len(space)}:
+            return names
+    return bytes.fromhex("".join(space + check_digest("pages", page) for page in pages))
 
 
 class StoredTensor(NamedTuple):
@@ -167,6 +172,10 @@ class ObjectContents:
         return self.ends[-1]
 
 
+Payload = tuple[ObjectKey, memoryview]
+"""An object to write."""
+
+
 class StoredObject(NamedTuple):
     """One object in the list of a store.
 
@@ -184,7 +193,7 @@ class Objects(Protocol):
     """The methods of a store of objects. Several threads may call each method.
 
     Attributes:
-        threads: Number of objects that a rank should read or write at the same time.
+        threads: Number of objects that a rank should read at the same time.
     """
 
     threads: int
@@ -197,6 +206,13 @@ class Objects(Protocol):
 
         Raises:
             StoreError: If there is no room, or the object cannot be written. Nothing is visible.
+        """
+
+    def write_all(self, payloads: Sequence[Payload], contents: ObjectContents) -> list[bool]:
+        """Store objects of equal contents, as `write` does. Return its result for each one.
+
+        Raises:
+            StoreError: As `write`. Some of the other objects may be stored.
         """
 
     def read(self, key: ObjectKey, into: memoryview) -> None:
@@ -266,8 +282,18 @@ def together(
     """Return the results of calls that run in some threads. All have ended, also after an error."""
     if threads == 1 or len(arguments) < _FEW_CALLS:
         return [call(*each) for each in arguments]
+    results: dict[int, Result] = {}
+    # The threads share one iterator: to submit each call takes as long as to read 64 KiB.
+    pending = iter([*enumerate(arguments)])
+
+    def work() -> None:
+        for at, each in pending:
+            results[at] = call(*each)
+
     with ThreadPoolExecutor(threads) as pool:
-        return [*pool.map(call, *zip(*arguments, strict=True))]
+        for thread in [pool.submit(work) for _ in range(threads)]:
+            thread.result()
+    return [results[at] for at in range(len(arguments))]
 
 
 def check_payload(payload: memoryview, contents: ObjectContents) -> memoryview:
@@ -322,6 +348,10 @@ class MemoryObjects:
             self._pages.setdefault(key[:2], {})[key] = copy, checksum(copy)
             self._bytes += len(copy)
         return True
+
+    def write_all(self, payloads: Sequence[Payload], contents: ObjectContents) -> list[bool]:
+        """Store objects of equal contents."""
+        return [self.write(*each, contents) for each in payloads]
 
     def read(self, key: ObjectKey, into: memoryview) -> None:
         """Read the payload of an object."""

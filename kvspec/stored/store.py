@@ -368,20 +368,20 @@ class _Found:
             for name, groups in sources.items()
         }
         self._groups = [group for group in plan.engine.groups if group.name in sources]
-        self._known: dict[tuple[str, int], bool] = {}
+        self._known: dict[str, dict[int, bool]] = {name: {} for name in sources}
         self._ask = _FIRST_PAGES
 
     def has(self, group: str, page: int) -> bool:
         """Return whether all objects of *page* that a group of the engine reads are stored."""
-        if (group, page) not in self._known:
+        known = self._known[group]
+        if page not in known:
             if time.monotonic() > self._end:
                 return False
             pages = range(page, min(page + self._ask, len(self._names)))
             self._ask = min(2 * self._ask, _LOOKUP_PAGES)
             names = self._names[pages.start : pages.stop]
-            there = self._store.has(names, self._by_group[group])
-            self._known.update(zip(((group, at) for at in pages), there, strict=True))
-        return self._known[group, page]
+            known.update(zip(pages, self._store.has(names, self._by_group[group]), strict=True))
+        return known[page]
 
     def longest_prefix(self) -> int:
         """Return the number of pages of the longest prefix that each group can serve."""
@@ -398,7 +398,7 @@ class _Found:
     def needed(self, pages: int) -> list[str]:
         """Return the names of the pages that a load of *pages* pages reads."""
         size = self._store.placement.page_tokens
-        read = {page for group in self._groups for page in pages_read(group, pages, size)}
+        read = set[int]().union(*(pages_read(group, pages, size) for group in self._groups))
         return [self._names[page] for page in sorted(read)]
 
 
@@ -548,10 +548,8 @@ class RankPages:
             slots.gather(stored, requests, len(new))
         contents = self.store.contents(stored)
 
-        def write(slot: int, page: int) -> bool:
-            return objects.write(keys[page], slots.payload(stored, slot), contents)
-
-        created = together(objects.threads, write, [*enumerate(new)])
+        payloads = [(keys[page], slots.payload(stored, slot)) for slot, page in enumerate(new)]
+        created = objects.write_all(payloads, contents)
         written = [keys[page] for page, own in zip(new, created, strict=True) if own]
         # Another engine may have written it since.
         there |= {page: not own for page, own in zip(new, created, strict=True)}

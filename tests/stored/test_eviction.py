@@ -1,8 +1,10 @@
-"""Which pages leave a store that is full: never one whose successors stay."""
+"""Which pages leave a full store: those that were not used, and none before its successors."""
 
 from __future__ import annotations
 
 import random
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from kvspec.stored import (
     PromptIdentity,
     StoredSpec,
 )
+from tests.support.asked import SIZE, SPACE, has, key, put
 
 PAGE, BLOCK, PAGES = 8, 4, 5
 
@@ -59,3 +62,21 @@ def test_each_stored_page_has_the_pages_before_it(kind: str, seed: int, tmp_path
             lost += not all(there)
     assert hits
     assert lost
+
+
+def test_uses_are_counted_in_their_order_and_few_are_kept(tmp_path: Path) -> None:
+    """The index keeps a row for each prompt that was used, until pages must leave."""
+    objects = FileObjects(tmp_path, limit=1 << 40)
+    order = [*range(100)]
+    put(objects, *order)
+    random.Random(1).shuffle(order)
+    for page in (*order[50:], *order):
+        objects.use(SPACE, [key(page).page, key(page + 1000).page])
+    with closing(sqlite3.connect(f"{objects.root}/index-1/pages.sqlite3")) as sql:
+        kept = sql.execute("SELECT count(*) FROM pins").fetchone()[0]
+    assert 0 < kept <= 64
+    for number, page in enumerate(order):
+        assert objects.num_bytes() == (100 - number) * (SIZE + 4096)
+        assert objects.free_bytes(1) == 1
+        assert not any(has(objects, [key(page)]))
+    objects.close()

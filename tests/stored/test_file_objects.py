@@ -322,6 +322,26 @@ def test_a_locked_index_delays_and_loses_nothing(tmp_path: Path) -> None:
     assert has(store, [key(1), key(2)]) == [True, True]
 
 
+def test_a_space_that_appears_while_the_directory_is_read_stays_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, writer = FileObjects(tmp_path), FileObjects(tmp_path)
+    writer._index = PageIndex(writer.root, 0o700, lock_seconds=0.01)
+    names = FileObjects._space_names
+
+    def names_before_a_write(objects: FileObjects) -> list[str]:
+        found = names(objects)
+        if objects is reader and not found:
+            put(writer, 1)
+        return found
+
+    monkeypatch.setattr(FileObjects, "_space_names", names_before_a_write)
+    Path(reader.root, "index.stale").touch()
+    has(reader, [key(1)])
+    assert has(reader, [key(1)]) == [True]
+    assert reader.num_bytes() == SIZE + 4096
+
+
 def test_a_clock_that_is_set_back_changes_no_order_and_ends_pins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
