@@ -432,6 +432,8 @@ REFUSED: list[tuple[Callable[[], object], str, Any, str]] = [
     (lambda: read([POOL, POOL]), "pools", "2 pools", "1"),
     (lambda: read(changed(POOL, kv_cache_layout="vectorized_5d")),
      "pools.kv_cache_layout", "vectorized_5d", "'nhd'"),
+    (lambda: read(changed(POOL, post_capture_active=True)),
+     "pools.post_capture_active", True, "not yet"),
     (lambda: read(changed(POOL, k_buffer=None)), "pools.k_buffer", None, ""),
     (lambda: read(changed(POOL, k_buffer=[], v_buffer=[])), "pools", "no buffers", ""),
     (lambda: read(changed(POOL, v_buffer=POOL.v_buffer[:1])), "pools", {"k": 2, "v": 1}, ""),

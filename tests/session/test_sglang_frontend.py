@@ -10,15 +10,18 @@ from typing import Any
 import pytest
 
 import kvspec
-from kvspec.adapters.sglang import frontend_hooks, plugin
+from kvspec.adapters.sglang import frontend_hooks, plugin, tickets
 
 pytestmark = pytest.mark.adapters
 
 WORKS = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 1, "bootstrap_room": 5}
 
 
-def served(role: str, **fields: Any) -> list[str]:
-    """Return the responses of an engine's server to a request with *fields*."""
+def served(role: str, port: int = 1, **fields: Any) -> list[str]:
+    """Return the responses of an engine's server to a request with *fields*.
+
+    *port* is that of its ticket server.
+    """
 
     async def original(*_: Any) -> AsyncGenerator[str, None]:
         yield "answer"
@@ -27,7 +30,7 @@ def served(role: str, **fields: Any) -> list[str]:
         settings = SimpleNamespace(
             disaggregation_mode=role,
             disaggregation_transfer_backend="kvspec",
-            disaggregation_bootstrap_port=1,
+            disaggregation_bootstrap_port=port,
             host="127.0.0.1",
         )
         manager = SimpleNamespace(server_args=settings)
@@ -57,6 +60,7 @@ def served(role: str, **fields: Any) -> list[str]:
         ({"bootstrap_room": [5], "text": ["a", "b"]}, "bootstrap_room"),
         ({"bootstrap_host": ["127.0.0.1"], "input_embeds": [[0.5], [0.5]]}, "bootstrap_host"),
         ({"bootstrap_port": [1, 2, 3], "input_ids": [[1], [2]]}, "bootstrap_port"),
+        ({"bootstrap_room": tickets.MAX_ROOM, "text": ["a", "b"]}, "bootstrap_room"),
     ],
 )
 def test_request_that_would_end_the_scheduler_is_refused(fields: Any, field: str) -> None:
@@ -82,6 +86,18 @@ def test_request_that_would_end_the_scheduler_is_refused(fields: Any, field: str
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_request_that_can_be_served_is_passed_on(role: str, fields: Any) -> None:
     assert ["answer"] == served(role, **fields)
+
+
+def test_other_half_learns_that_all_prompts_of_a_batch_were_refused() -> None:
+    """SGLang gives the prompts of a batch one room after the other, from a single one on."""
+    server = tickets.TicketServer("127.0.0.1", 0)
+    try:
+        port = int(server.address.rpartition(":")[2])
+        with pytest.raises(kvspec.SpecError):
+            served("prefill", port, text=["a", "b", "c"], top_logprobs_num=129)
+        assert {5, 6, 7} == {*tickets.get(server.address, range(4, 9))}
+    finally:
+        server.close()
 
 
 def test_prefill_half_needs_no_host() -> None:

@@ -46,6 +46,9 @@ def _places(obj: Any) -> Iterator[tuple[Any, Any, Any]]:
     rooms, hosts, ports = (
         _each(getattr(obj, f"bootstrap_{name}", None)) for name in ("room", "host", "port")
     )
+    if type(room := getattr(obj, "bootstrap_room", None)) is int:
+        # SGLang counts the rooms of a batch from a single one on.
+        rooms = [room + place for place in range(_prompts(obj) or 1)]
     # Without a room or a host there is no prompt, or SGLang refuses the request.
     for place in range(max(len(rooms), len(hosts), len(ports))):
         yield tuple(each[place % len(each)] if each else None for each in (rooms, hosts, ports))  # type: ignore[misc]

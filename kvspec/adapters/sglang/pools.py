@@ -508,6 +508,11 @@ def _check_layout(pool: FieldReader, own: Scales | None = None) -> None:
     if layout.value not in (None, "nhd"):
         wanted = "'nhd'; not yet: heads in chunks of 16 bytes"
         raise SpecError(layout.path, layout.value, wanted)
+    # The storage of such a tensor is larger than its memory, so it cannot be registered.
+    reserved = pool.get("post_capture_active")
+    if reserved.flag(default=False):
+        wanted = "False; not yet: addresses that are reserved before the size is known"
+        raise SpecError(reserved.path, reserved.value, wanted)
     for name in SCALE_BUFFERS if own is None else ("native_k_scale_buffer",):
         scales = pool.get(name)
         if scales.value is not None:
