@@ -428,6 +428,22 @@ def test_items_of_vllm_are_stated_by_their_arrays() -> None:
     assert one.identifier != digest_of(processed(pixels, grid=torch.tensor([1, 2])))
 
 
+def test_item_has_one_digest_in_both_processes_of_an_engine() -> None:
+    """VLLM's front end packs the arrays, and its core unpacks them."""
+    from vllm.multimodal.inputs import MultiModalFeatureSpec  # noqa: PLC0415
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder  # noqa: PLC0415
+
+    from kvspec.adapters.vllm.media import digest_of  # noqa: PLC0415
+
+    grid = {"grid": torch.tensor([1, 2]), "sizes": [torch.ones(3), torch.ones(2)], "fps": 2.0}
+    for dtype in (torch.float32, torch.bfloat16, torch.uint8):
+        sent = processed(torch.arange(4096).to(dtype).reshape(64, 64), **grid)
+        packed = MsgpackEncoder().encode([sent])
+        (got,) = MsgpackDecoder(list[MultiModalFeatureSpec]).decode(packed)
+        assert None is not digest_of(sent)
+        assert digest_of(sent) == digest_of(got)
+
+
 def test_item_in_the_shared_memory_of_vllm_is_not_stated() -> None:
     """Its feature has an address, under which another picture may be later."""
     from vllm.multimodal.cache.shm import (  # noqa: PLC0415
