@@ -322,12 +322,15 @@ class BucketObjects:
 
     def _description(self, space: str) -> Mapping[str, str]:
         path = f"{ROOT}/{space}/{SPACE_FILE}"
-        with suppress(FileNotFoundError, ValueError, RecursionError), self._named(path):
+        content = b"{}"
+        with suppress(FileNotFoundError), self._named(path):
             found = self._client.get(self._store, path)
             if found.meta["size"] <= header.MAX_HEADER:
-                text = json.loads(bytes(found.bytes()))
-                fields = text.items() if isinstance(text, dict) else ()
-                return {str(field): str(value) for field, value in fields}
+                content = bytes(found.bytes())
+        with suppress(ValueError, RecursionError):
+            text = json.loads(content)
+            fields = text.items() if isinstance(text, dict) else ()
+            return {str(field): str(value) for field, value in fields}
         return {}
 
     def _create(self, path: str, content: bytes) -> bool:
@@ -401,7 +404,10 @@ class BucketObjects:
             if key is None:
                 raise
             raise absent(key) from None
-        except (self._client.exceptions.BaseError, OSError) as error:
+        except BaseException as error:
+            # obstore raises errors of several classes. A panic of its code is no `Exception`.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             # A traceback must not show the texts of obstore, which have what `_words` leaves out.
             raise StoreError("failed", path, "bucket", _words(error), "an answer") from None
 
@@ -450,7 +456,7 @@ def _check_url(url: object) -> None:
         raise SpecError("url", shown, "a bucket: FileObjects has a directory")
 
 
-def _words(error: Exception) -> str:
+def _words(error: BaseException) -> str:
     r"""Return the cause of an error of obstore, without addresses and without what a server quotes.
 
     obstore's text has the answer of the server, which may quote the request with its credentials.
