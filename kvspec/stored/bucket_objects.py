@@ -17,9 +17,10 @@ How it works:
     process creates one more object, `kvspec-pages-1/created-once`, twice. A server that creates it
     a second time is refused.
 
-    The scheduler of an engine waits for a lookup. So the requests of one call end after
-    `LOOKUP_SECONDS`. After a call that failed, the bucket rests ten times as long as the call
-    took: each question then fails at once. So a bucket in trouble takes a tenth of the time.
+    The scheduler of an engine waits for a lookup. So the requests of one call of `has` end after
+    `LOOKUP_SECONDS`. After a call or a write that failed, the bucket rests ten times as long as it
+    took: each question then fails at once. So a bucket in trouble takes a tenth of the time, also
+    of a worker, which asks before each save.
 """
 
 from __future__ import annotations
@@ -150,7 +151,8 @@ class BucketObjects:
         """Store an object."""
         path, view = path_of(key), check_payload(payload, contents)
         head = header.encode(key, contents, checksum(view))
-        return self._create(path, b"".join((head, view)))
+        with self._resting():
+            return self._create(path, b"".join((head, view)))
 
     def read(self, key: ObjectKey, into: memoryview) -> None:
         """Read the payload of an object."""
@@ -217,18 +219,26 @@ class BucketObjects:
         check_pages(space, pages)
         keys = (ObjectKey(space, page, *item) for page in pages for item in items)
         paths, count = [path_of(key) for key in keys], len(items)
-        began = time.monotonic()
+        _check_process(f"{ROOT}/{space}")
         end, why = self._rest
-        if began < end:
-            wanted = f"an answer: it is asked again in {end - began:.1f} seconds"
+        if (left := end - time.monotonic()) > 0:
+            wanted = f"an answer: it is asked again in {left:.1f} seconds"
             raise StoreError("failed", f"{ROOT}/{space}", "bucket", why, wanted)
-        try:
+        with self._resting():
             there = self._are_there(paths)
+        return [all(there[at * count : (at + 1) * count]) for at in range(len(pages))]
+
+    @contextmanager
+    def _resting(self) -> Iterator[None]:
+        """Let the bucket rest if it fails."""
+        began = time.monotonic()
+        try:
+            yield
         except StoreError as error:
             now = time.monotonic()
-            self._rest = now + _REST * (now - began), str(error.value)
+            rest = _REST * min(now - began, LOOKUP_SECONDS)
+            self._rest = now + rest, str(error.value)
             raise
-        return [all(there[at * count : (at + 1) * count]) for at in range(len(pages))]
 
     def _are_there(self, paths: Sequence[str]) -> list[bool]:
         pool = ThreadPoolExecutor(REQUESTS, "kvspec-bucket")
@@ -393,11 +403,7 @@ class BucketObjects:
     @contextmanager
     def _named(self, path: str, key: ObjectKey | None = None) -> Iterator[None]:
         """Raise errors of the bucket as `StoreError`, but not that a name is free."""
-        global _process  # noqa: PLW0603 - all stores of a process share the threads of obstore
-        _process = _process or os.getpid()
-        if _process != os.getpid():
-            wanted = "a process that used no bucket before its fork: start it by spawn"
-            raise StoreError("failed", path, "process", os.getpid(), wanted)
+        _check_process(path)
         try:
             yield
         except FileNotFoundError:
@@ -438,6 +444,15 @@ def _library() -> Any:  # noqa: ANN401 - the types of obstore need it to be inst
     except ImportError as error:
         raise SpecError("objects", "a bucket", "obstore: pip install 'kvspec[bucket]'") from error
     return obstore
+
+
+def _check_process(path: str) -> None:
+    """Raise `StoreError` in a child of a process that has used a bucket before."""
+    global _process  # noqa: PLW0603 - all stores of a process share the threads of obstore
+    _process = _process or os.getpid()
+    if _process != os.getpid():
+        wanted = "a process that used no bucket before its fork: start it by spawn"
+        raise StoreError("failed", path, "process", os.getpid(), wanted)
 
 
 def _check_url(url: object) -> None:

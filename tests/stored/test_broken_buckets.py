@@ -333,6 +333,23 @@ def test_a_lookup_of_many_pages_ends_soon(
     assert [False] == has(objects, [key(1)])
 
 
+def test_saves_do_not_wait_for_a_bucket_that_has_just_failed(
+    server: S3Server, objects: BucketObjects
+) -> None:
+    """A worker that ends waits for all saves, each of which asks what is stored."""
+    put(objects, 1)
+    server.before = lambda request: Answer(500) if request.method == "PUT" else None
+    with pytest.raises(StoreError):
+        put(objects, 2)
+    asked = len(server.requests)
+    with pytest.raises(StoreError, match="500"):
+        has(objects, [key(1)])
+    assert asked == len(server.requests)
+    assert bytes(payload(1)) == get(objects, 1)
+    time.sleep(objects._rest[0] - time.monotonic() + 0.1)
+    assert [True] == has(objects, [key(1)])
+
+
 def test_a_lookup_ends_with_the_pages_that_it_found_in_time(
     server: S3Server, objects: BucketObjects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
