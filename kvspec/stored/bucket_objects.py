@@ -79,8 +79,8 @@ _REST = 10.0
 _MOST_WORDS = 300
 # Slashes in the folder of an object.
 _FOLDERS = 2
-# Requests of this process. A child of fork has no thread that could send one, and would wait for
-# ever.
+# The process that has used a bucket. A child that it forks has no thread of obstore, so a request
+# of the child would wait for ever.
 _process: int | None = None
 
 
