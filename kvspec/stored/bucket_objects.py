@@ -17,9 +17,10 @@ How it works:
     process creates one more object, `kvspec-pages-1/created-once`, twice. A server that creates it
     a second time is refused.
 
-    The scheduler of an engine waits for a lookup. So the requests of one call end after
-    `LOOKUP_SECONDS`. After a call that failed, the bucket rests ten times as long as the call
-    took: each question then fails at once. So a bucket in trouble takes a tenth of the time.
+    The scheduler of an engine waits for a lookup. So the requests of one call of `has` end after
+    `LOOKUP_SECONDS`. After a call or a write that failed, the bucket rests ten times as long as it
+    took: each question then fails at once. So a bucket in trouble takes a tenth of the time, also
+    of a worker, which asks before each save.
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ _REST = 10.0
 _MOST_WORDS = 300
 # Slashes in the folder of an object.
 _FOLDERS = 2
-# Requests of this process. A child of fork has no thread that could send one, and would wait for
-# ever.
+# The process that has used a bucket. A child that it forks has no thread of obstore, so a request
+# of the child would wait for ever.
 _process: int | None = None
 
 
@@ -151,7 +152,8 @@ class BucketObjects:
         """Store an object."""
         path, view = path_of(key), check_payload(payload, contents)
         head = header.encode(key, contents, checksum(view))
-        return self._create(path, b"".join((head, view)))
+        with self._resting():
+            return self._create(path, b"".join((head, view)))
 
     def write_all(self, payloads: Sequence[Payload], contents: ObjectContents) -> list[bool]:
         """Store objects of equal contents, many at a time."""
@@ -222,18 +224,26 @@ class BucketObjects:
         check_pages(space, pages)
         keys = (ObjectKey(space, page, *item) for page in pages for item in items)
         paths, count = [path_of(key) for key in keys], len(items)
-        began = time.monotonic()
+        _check_process(f"{ROOT}/{space}")
         end, why = self._rest
-        if began < end:
-            wanted = f"an answer: it is asked again in {end - began:.1f} seconds"
+        if (left := end - time.monotonic()) > 0:
+            wanted = f"an answer: it is asked again in {left:.1f} seconds"
             raise StoreError("failed", f"{ROOT}/{space}", "bucket", why, wanted)
-        try:
+        with self._resting():
             there = self._are_there(paths)
+        return [all(there[at * count : (at + 1) * count]) for at in range(len(pages))]
+
+    @contextmanager
+    def _resting(self) -> Iterator[None]:
+        """Let the bucket rest if it fails."""
+        began = time.monotonic()
+        try:
+            yield
         except StoreError as error:
             now = time.monotonic()
-            self._rest = now + _REST * (now - began), str(error.value)
+            rest = _REST * min(now - began, LOOKUP_SECONDS)
+            self._rest = now + rest, str(error.value)
             raise
-        return [all(there[at * count : (at + 1) * count]) for at in range(len(pages))]
 
     def _are_there(self, paths: Sequence[str]) -> list[bool]:
         pool = ThreadPoolExecutor(REQUESTS, "kvspec-bucket")
@@ -327,12 +337,15 @@ class BucketObjects:
 
     def _description(self, space: str) -> Mapping[str, str]:
         path = f"{ROOT}/{space}/{SPACE_FILE}"
-        with suppress(FileNotFoundError, ValueError, RecursionError), self._named(path):
+        content = b"{}"
+        with suppress(FileNotFoundError), self._named(path):
             found = self._client.get(self._store, path)
             if found.meta["size"] <= header.MAX_HEADER:
-                text = json.loads(bytes(found.bytes()))
-                fields = text.items() if isinstance(text, dict) else ()
-                return {str(field): str(value) for field, value in fields}
+                content = bytes(found.bytes())
+        with suppress(ValueError, RecursionError):
+            text = json.loads(content)
+            fields = text.items() if isinstance(text, dict) else ()
+            return {str(field): str(value) for field, value in fields}
         return {}
 
     def _create(self, path: str, content: bytes) -> bool:
@@ -395,18 +408,17 @@ class BucketObjects:
     @contextmanager
     def _named(self, path: str, key: ObjectKey | None = None) -> Iterator[None]:
         """Raise errors of the bucket as `StoreError`, but not that a name is free."""
-        global _process  # noqa: PLW0603 - all stores of a process share the threads of obstore
-        _process = _process or os.getpid()
-        if _process != os.getpid():
-            wanted = "a process that used no bucket before its fork: start it by spawn"
-            raise StoreError("failed", path, "process", os.getpid(), wanted)
+        _check_process(path)
         try:
             yield
         except FileNotFoundError:
             if key is None:
                 raise
             raise absent(key) from None
-        except (self._client.exceptions.BaseError, OSError) as error:
+        except BaseException as error:
+            # obstore raises errors of several classes. A panic of its code is no `Exception`.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             # A traceback must not show the texts of obstore, which have what `_words` leaves out.
             raise StoreError("failed", path, "bucket", _words(error), "an answer") from None
 
@@ -439,6 +451,15 @@ def _library() -> Any:  # noqa: ANN401 - the types of obstore need it to be inst
     return obstore
 
 
+def _check_process(path: str) -> None:
+    """Raise `StoreError` in a child of a process that has used a bucket before."""
+    global _process  # noqa: PLW0603 - all stores of a process share the threads of obstore
+    _process = _process or os.getpid()
+    if _process != os.getpid():
+        wanted = "a process that used no bucket before its fork: start it by spawn"
+        raise StoreError("failed", path, "process", os.getpid(), wanted)
+
+
 def _check_url(url: object) -> None:
     """Raise `SpecError` if an address has parts that obstore ignores or changes."""
     if not isinstance(url, str) or not url.isprintable():
@@ -455,7 +476,7 @@ def _check_url(url: object) -> None:
         raise SpecError("url", shown, "a bucket: FileObjects has a directory")
 
 
-def _words(error: Exception) -> str:
+def _words(error: BaseException) -> str:
     r"""Return the cause of an error of obstore, without addresses and without what a server quotes.
 
     obstore's text has the answer of the server, which may quote the request with its credentials.

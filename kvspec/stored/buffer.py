@@ -108,7 +108,8 @@ class SlotBuffer:
         Returns:
             int64 array of shape (runs, 3), in no order.
         """
-        self.prepare()
+        if stored not in self._tables:
+            self.prepare()
         tiles = self._tables[stored].tiles(request)
         runs = [numbered.addresses(chosen) for numbered, chosen in tiles]
         return np.concatenate([np.empty((0, 3), np.int64), *runs])

@@ -73,8 +73,9 @@ _MOST_WRITE = 1 << 30
 _MOST_NEW, _MOST_NEW_BYTES = 64, 1 << 22
 # More bytes at once would lock the index for other processes for too long.
 _MOST_FREED = 1 << 28
-# A lookup pins all pages of its prompt for some milliseconds, so a writer waits for their room.
-_PATIENCE = 0.3
+# A lookup pins all pages of its prompt for some milliseconds, so a writer waits for their room. It
+# tries only so often, because each time locks the index for others.
+_PAUSES = (0.05, 0.25)
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _TEMPORARY = re.compile(r"\d+-[0-9a-f]{16}")
 _DAMAGED = re.compile(
@@ -505,16 +506,17 @@ class FileObjects:
         wanted = f"{num_bytes} bytes that are free or not pinned"
         if num_bytes > self.limit:  # To delete pages would not help.
             raise StoreError("full", path, "limit", self.limit, wanted)
-        end = time.monotonic() + _PATIENCE
         try:
-            while (excess := self._index.num_bytes() + num_bytes - self.limit) > 0:
-                # A little more, so that not every write has to look for pages.
-                self.free_bytes(excess + min(self.limit // 64, _MOST_FREED))
-                if self._index.num_bytes() + num_bytes <= self.limit:
+            for pause in (*_PAUSES, None):
+                excess = self._index.num_bytes() + num_bytes - self.limit
+                if excess > 0:  # A little more, so that not every write has to look for pages.
+                    self.free_bytes(excess + min(self.limit // 64, _MOST_FREED))
+                    excess = self._index.num_bytes() + num_bytes - self.limit
+                if excess <= 0:
                     return
-                if time.monotonic() > end:
+                if pause is None:
                     raise StoreError("full", path, "limit", self.limit, wanted)
-                time.sleep(_PATIENCE / 8)
+                time.sleep(pause)
         except IndexUnavailable as error:
             raise StoreError("failed", path, "index", str(error), "one that works") from error
 

@@ -8,9 +8,10 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
-from obstore.store import S3Store
+from obstore.store import HTTPStore, S3Store
 
 import kvspec
 from kvspec.adapters.vllm.store_settings import opened
@@ -320,17 +321,33 @@ def test_a_lookup_of_many_pages_ends_soon(
     with pytest.raises(StoreError) as caught:
         objects.has(SPACE, pages, [("full", "tp0")])
     assert "bucket" == caught.value.field
-    assert time.monotonic() - began < 1.2
+    assert time.monotonic() - began < 7 * 1.5  # The time of all answers.
     # The bucket rests ten times as long, so that other prompts are computed at once.
     server.before = lambda _: None
-    asked, began = len(server.requests), time.monotonic()
-    for _ in range(100):
+    asked = len(server.requests)
+    for _ in range(20):
         with pytest.raises(StoreError):
             has(objects, [key(1)])
-    assert time.monotonic() - began < 0.5
     assert len(server.requests) - asked <= 32
     time.sleep(objects._rest[0] - time.monotonic() + 0.1)
     assert [False] == has(objects, [key(1)])
+
+
+def test_saves_do_not_wait_for_a_bucket_that_has_just_failed(
+    server: S3Server, objects: BucketObjects
+) -> None:
+    """A worker that ends waits for all saves, each of which asks what is stored."""
+    put(objects, 1)
+    server.before = lambda request: Answer(500) if request.method == "PUT" else None
+    with pytest.raises(StoreError):
+        put(objects, 2)
+    asked = len(server.requests)
+    with pytest.raises(StoreError, match="500"):
+        has(objects, [key(1)])
+    assert asked == len(server.requests)
+    assert bytes(payload(1)) == get(objects, 1)
+    time.sleep(objects._rest[0] - time.monotonic() + 0.1)
+    assert [True] == has(objects, [key(1)])
 
 
 def test_a_lookup_ends_with_the_pages_that_it_found_in_time(
@@ -420,6 +437,32 @@ def test_a_bucket_deleted_in_a_run_is_a_miss_or_an_error(
     assert ("absent", "object") == problem(objects, 1)
     with pytest.raises(StoreError, match="NoSuchBucket"):
         put(objects, 2)
+
+
+def test_an_address_of_a_server_that_is_none_is_an_error(
+    server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The code of obstore panics. Its error is not a subclass of `Exception`."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "not an address")
+    objects = BucketObjects.of_url("s3://b")
+    for name, call in calls(objects).items():
+        with pytest.raises(StoreError) as caught:
+            call()
+        assert "failed" == caught.value.problem, name
+
+
+@pytest.mark.parametrize("kind", ["http", "no conditions"])
+def test_a_store_that_knows_no_conditions_is_refused(server: S3Server, kind: str) -> None:
+    options: dict[str, Any] = {"client_options": {"allow_http": True}}
+    if kind == "http":
+        store: Any = HTTPStore(f"{server.url}/b", **options)
+    else:
+        options |= {"endpoint": server.url, "region": "r", "conditional_put": "disabled"}
+        store = S3Store("b", access_key_id="a", secret_access_key="b", **options)  # noqa: S106
+    with pytest.raises(StoreError) as caught:
+        put(BucketObjects(store), 1)
+    assert ("failed", CREATED_ONCE) == (caught.value.problem, caught.value.place)
+    assert {} == server.objects
 
 
 def test_another_store_of_obstore_has_the_same_errors(server: S3Server) -> None:

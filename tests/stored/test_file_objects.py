@@ -457,22 +457,28 @@ def test_contents_must_be_possible() -> None:
     assert json.loads(json.dumps(store.spaces())) == {}
 
 
-def test_a_writer_waits_for_the_pins_of_a_lookup(tmp_path: Path) -> None:
+def test_a_writer_waits_for_the_pins_of_a_lookup(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A lookup pins all pages of its prompt for some milliseconds."""
     store = FileObjects(tmp_path, limit=5 * (SIZE + 4096) // 2)
     put(store, 1, 2)
     pin(store, [key(1), key(2)], "lookup", 60)
-    ended = threading.Timer(0.1, store.unpin, ["lookup"])
-    ended.start()
+    pauses = list[float]()
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        store.unpin("lookup")
+
+    monkeypatch.setattr(file_objects.time, "sleep", sleep)
     put(store, 3)
-    ended.join()
+    assert 1 == len(pauses)
     assert [True, False, True] == has(store, [key(1), key(2), key(3)])
     pin(store, [key(1), key(3)], "load", 60)
-    began = time.monotonic()
     with pytest.raises(StoreError) as caught:
         put(store, 4)
     assert "full" == caught.value.problem
-    assert time.monotonic() - began < 2.0
+    assert sum(pauses[1:]) < 0.5
 
 
 @pytest.mark.parametrize("kind", ["memory", "files"])
