@@ -97,7 +97,7 @@ _REVISION_TEXTS = (
 # The fields that are a text, besides the name and the revision of the model.
 _TEXT_FIELDS = ("weights", "quantization", "overrides", "adapter", "embeddings")
 # What may join two texts.
-_JOINTS = ("", "@", "/", ":", ",", "-", "_", "|", "\n", "\0")
+_JOINTS = ("", "@", "/", "-", "_")
 _TOKENS = BASE.token_ids
 _LONG = MANY + 100  # Pages. A chain may begin again after a power of two, such as 1024.
 _EVERYTHING: dict[str, Any] = {

@@ -145,7 +145,8 @@ def names(trial: Trial) -> Iterator[str]:
     yield from (
         f"{words}, but the prompts differ in {pair.fact}" for words in _shared(one, other, differs)
     )
-    if len(one) >= MANY and (bits := _bits(one)) < _LEAST_BITS:
+    # Once is enough: all long prompts have as many bits.
+    if len(one) >= MANY and pair.one == pair.other and (bits := _bits(one)) < _LEAST_BITS:
         yield (
             f"the names of {len(one)} pages differ in at most {bits:.0f} bits, but {_LEAST_BITS}"
             " are needed, so that the pages of a store have different names"
