@@ -249,10 +249,12 @@ def _confused() -> Iterator[PromptPair]:
     for first in _TEXT_FIELDS:
         salt = PromptIdentity.of(salt="x").salt
         yield _confusing(first, "salt", ({first: salt}, {"salt": "x"}))
-    for first, second in permutations(("model", "revision", *_TEXT_FIELDS), 2):
+    fields = ("model", "revision", *_TEXT_FIELDS)
+    for first, second in permutations(fields, 2):
         for joint in _JOINTS:
             one = {first: f"x{joint}y", second: "z"}
-            yield _confusing(first, second, (one, {first: "x", second: f"y{joint}z"}))
+            other = {first: "x", second: f"y{joint}z"}
+            yield _confusing(*sorted((first, second), key=fields.index), (one, other))
 
 
 def _confusing(first: str, second: str, texts: tuple[dict[str, Any], ...]) -> PromptPair:

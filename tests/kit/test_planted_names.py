@@ -126,7 +126,7 @@ PLANTED: dict[str, tuple[str, Namer]] = {
     "model@revision": ("model and revision", joined("model", "revision", "@")),
     "model and revision without a border": ("model and revision", joined("model", "revision", "")),
     "overrides_quantization": (
-        "overrides and quantization",
+        "quantization and overrides",
         joined("overrides", "quantization", "_"),
     ),
     "image without its place": ("media", chain(media=lambda items: [i.identifier for i in items])),
