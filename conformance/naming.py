@@ -5,6 +5,7 @@ one fact. It calls the installed code of the project, and keeps the results in `
 Without a name, it writes `naming.md` from the results. `conformance/run naming` does both.
 
 How it works:
+    `kvspec.testing.differing` has the requests, from which the kit makes its pairs of prompts, too.
     Each fact is put where the project keeps it: revision and quantization in its configuration,
     salt and adapter in its request. Then the project's own code makes the name. A fact is in the
     name if the name of the changed request differs. vLLM gets a stand-in for its configuration with
@@ -20,70 +21,90 @@ import json
 import sys
 import tempfile
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module, metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from kvspec.testing import differing
+
 HERE = Path(__file__).parent
 RESULTS, PAGE = HERE / "naming.json", HERE / "naming.md"
-BLOCK, IMAGE_TOKEN = 4, 9
+IMAGE_TOKEN = 9
 
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
     """Everything on which the values and the bytes of a page depend, of a request of 12 tokens."""
 
-    tokens: tuple[int, ...] = (1, 2, 3, 4, 9, 9, 9, 9, 7, 6, 5, 4)
-    image: str | None = "a" * 64  # The hash of an image of two tokens.
-    image_start: int = 5
-    adapter: str | None = "sql"
+    tokens: tuple[int, ...]
+    image: str | None  # The hash of an image of two tokens.
+    image_start: int
+    adapter: str | None
+    adapter_weights: str
+    embeddings: int | None
+    salt: str | None
+    model: str
+    revision: str
+    weights: str
+    quantization: str | None
+    overrides: str
+    dtype: str
+    scale: float
+    layout: str
+    block: int
     adapter_path: str = "/adapters/sql"
-    adapter_weights: str = "first"
-    embeddings: int | None = None
-    salt: str | None = "tenant"
-    model: str = "org/model"
-    revision: str = "0e9e39f"
-    weights: str = ""
-    quantization: str | None = None
-    overrides: str = ""
     rope_theta: float = 10000.0
-    dtype: str = "bfloat16"
-    scale: float = 1.0
-    layout: str = "HND"
-    block: int = BLOCK
     heads: int = 8
     tp_size: int = 1
 
 
-BASE = Facts()
-CHANGES: dict[str, dict[str, Any]] = {
-    "tokens of the page": {"tokens": (*BASE.tokens[:-1], 3)},
-    "tokens of an earlier page": {"tokens": (0, *BASE.tokens[1:])},
-    "the adapter": {"adapter": None},
+def facts_of(fields: Mapping[str, Any]) -> Facts:
+    """Return the facts of a request with the *fields* of `kvspec.testing.differing`."""
+    image, start, _ = next(iter(fields["media"]), (None, 0, 0))
+    name, _, weights = fields["adapter"].partition("@")
+    return Facts(
+        tokens=fields["token_ids"],
+        image=image,
+        image_start=start,
+        adapter=name or None,
+        adapter_weights=weights,
+        embeddings=int(fields["embeddings"]) if fields["embeddings"] else None,
+        salt=fields["salt"] or None,
+        model=fields["model"],
+        revision=fields["revision"],
+        weights=fields["weights"],
+        quantization=fields["quantization"] or None,
+        overrides=fields["overrides"],
+        dtype=_DTYPES[fields["dtype"]],
+        scale=1.0 if fields["scales_digest"] is None else 2.0,
+        layout=_LAYOUTS[fields["layout"]],
+        block=fields["page_tokens"],
+    )
+
+
+# The names by which the projects know a type of a cache, and a layout.
+_DTYPES = {"bfloat16": "bfloat16", "float8_e4m3fn": "fp8_e4m3"}
+_LAYOUTS = {"BLHNC": "HND", "BLNHC": "NHD"}
+BASE = facts_of(differing.FULL_REQUEST)
+# Facts that kvspec has in one of the others: in the content of an adapter, and in the overrides or
+# the placement of a model.
+_OWN: dict[str, dict[str, Any]] = {
     "name of the adapter": {"adapter": "law"},
     "path of the adapter": {"adapter_path": "/adapters/law"},
-    "weights under one name and path of an adapter": {"adapter_weights": "second"},
-    "image": {"image": "b" * 64},
-    "position of the image": {"image_start": 6},
-    "prompt embeddings": {"image": None, "embeddings": 1},
-    "salt": {"salt": "other"},
-    "model": {"model": "org/other"},
-    "organisation of the model": {"model": "other/model"},
-    "revision of the model": {"revision": "1"},
-    "weights that a running engine has loaded": {"weights": "step-2"},
-    "quantization of the weights": {"quantization": "fp8"},
-    "other overrides of the configuration": {"overrides": "{}"},
     "rotation of the keys": {"rope_theta": 500000.0},
-    "type of the cache": {"dtype": "fp8_e4m3"},
-    "scales outside the cache": {"scale": 2.0},
-    "layout of the page": {"layout": "NHD"},
-    "tokens of a page": {"block": BLOCK // 2},
     "heads of the model": {"heads": 4},
     "TP size": {"tp_size": 2},
 }
-"""The facts by their name in the table, each with the fields that change."""
+CHANGES: dict[str, Facts] = {
+    **{
+        fact: facts_of(differing.FULL_REQUEST | fields)
+        for fact, fields in differing.CHANGES.items()
+    },
+    **{fact: dataclasses.replace(BASE, **fields) for fact, fields in _OWN.items()},
+}
+"""A request that differs from the first one in one fact, by the name of the fact in the table."""
 
 
 def vllm_block_hashes(facts: Facts) -> list[bytes]:
@@ -354,14 +375,14 @@ def judged(name: str) -> dict[str, Any]:
     if base != naming.name(BASE):
         raise RuntimeError(f"{name}: one request has two names")
     outcomes = {}
-    for fact, change in CHANGES.items():
+    for fact, other in CHANGES.items():
         if fact in naming.excluded:
             outcomes[fact] = "excluded"
             continue
         own = base
         if fact == "prompt embeddings":
             own = naming.name(dataclasses.replace(BASE, image=None, embeddings=0))
-        changed = naming.name(dataclasses.replace(BASE, **change))
+        changed = naming.name(other)
         outcomes[fact] = "missing" if own == changed else "in the name"
     return {
         "title": naming.title,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import shutil
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -106,17 +107,21 @@ class Engine:
         transfer: dict[str, Any] | None,
         salt: str | None = None,
         adapter: tuple[str, int, str] | None = None,
+        replaced_by: str | None = None,
     ) -> dict[str, Any]:
         """Return the answer to one greedy request, its finish reason, and its cost.
 
         *computed* in the answer is the number of tokens that went through the model. *hit* is the
         number of tokens in the prefix cache of an engine with a connector. *adapter* is the name,
-        the number and the folder of a LoRA adapter.
+        the number and the folder of a LoRA adapter. The files of the folder *replaced_by* replace
+        its own when the scheduler has stated it, and before a worker needs it.
         """
         from vllm.lora.request import LoRARequest  # noqa: PLC0415
 
         asked = {"prompt_token_ids": prompt, **({"cache_salt": salt} if salt else {})}
         lora = LoRARequest(*adapter) if adapter else None
+        if adapter and replaced_by:
+            self._replace_once(adapter[2], replaced_by)
         (answer,) = self.generate_all([asked], count, transfer, lora)
         return answer
 
@@ -164,6 +169,19 @@ class Engine:
             "loaded": self.loaded,
             "transfer": answer.kv_transfer_params,
         }
+
+    def _replace_once(self, folder: str, source: str) -> None:
+        """Replace the files in *folder* when the next request gets its blocks."""
+        connector = self.scheduler.connector
+        allocated = connector.update_state_after_alloc
+
+        def replaced(*arguments: Any) -> None:  # noqa: ANN401
+            allocated(*arguments)
+            connector.update_state_after_alloc = allocated
+            for path in Path(source).iterdir():
+                shutil.copy(path, Path(folder) / path.name)
+
+        connector.update_state_after_alloc = replaced
 
     def clear(self, value: float) -> bool:
         """Forget all cached prompts, and write *value* into all memory of the cache.

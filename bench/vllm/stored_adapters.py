@@ -3,6 +3,9 @@
 The first engine stores prompts under the adapter `sql` in the folder `at/sql`. Then other weights
 replace those in that folder, and `copy/sql` has the first ones. So pages that were named by the
 name or the path of an adapter would be found under the wrong weights.
+
+At last, other weights replace those of an adapter after the scheduler has found pages under it, and
+before the workers need it. Then all values must be of one of the two.
 """
 
 from __future__ import annotations
@@ -35,6 +38,8 @@ _SETTINGS = {"enable_lora": True, "max_loras": 4, "max_lora_rank": RANK}
 # vLLM applies only the parts of an adapter that belong to these modules.
 _FEWER = {**_SETTINGS, "lora_target_modules": ["o_proj"]}
 FEWER = "stored: the adapter in fewer modules"
+RACE: Adapter = ("sql", 8, "race/sql")
+REPLACED = "stored: an adapter whose files change before it is needed"
 _WHY = re.compile(r": (0 of \d+ pages? are stored .*)")
 
 
@@ -43,7 +48,8 @@ def outcomes(folder: Path) -> Iterator[tuple[str, str]]:
     model = make(SCENARIO.model, folder.parent)
     for seed, name in enumerate(("at/sql", "chat")):
         make_adapter(model, folder / name, seed)
-    shutil.copytree(folder / "at", folder / "copy")
+    for copy in ("copy", "race"):
+        shutil.copytree(folder / "at", folder / copy)
     prompts = beginnings()[:2]
     try:
         with started(*side(SCENARIO, 0, folder, settings=_SETTINGS)) as first:
@@ -55,6 +61,8 @@ def outcomes(folder: Path) -> Iterator[tuple[str, str]]:
             yield NAME, hit(second, prompts, expected, folder)
             for name, adapter in MISSES.items():
                 yield name, miss(second, prompts[0], adapter, expected[adapter][0], folder)
+        with started(*side(SCENARIO, 1, folder, settings=_SETTINGS)) as second:
+            yield REPLACED, replaced(second, prompts[0], expected, folder)
         fewer = alone(model, prompts, folder, (SAME,), _FEWER)[SAME][0]
         if fewer["tokens"] == expected[SAME][0]["tokens"]:
             raise Failed("fewer modules give the same answer")  # noqa: TRY301
@@ -73,11 +81,17 @@ def store(engine: Process, prompts: list[list[int]], folder: Path) -> None:
 
 
 def asked(
-    engine: Process, prompt: list[int], adapter: Adapter | None, folder: Path, count: int
+    engine: Process,
+    prompt: list[int],
+    adapter: Adapter | None,
+    folder: Path,
+    count: int,
+    replaced_by: str | None = None,
 ) -> dict[str, Any]:
     """Return the answer of *engine* under *adapter*."""
     placed = adapter and (*adapter[:2], str(folder / adapter[2]))
-    return engine.generate(prompt, count, None, None, placed)
+    source = replaced_by and str(folder / replaced_by)
+    return engine.generate(prompt, count, None, None, placed, source)
 
 
 def alone(
@@ -133,3 +147,16 @@ def miss(
         return f"different: {actual['computed']} tokens were computed"
     why = _WHY.search(log.read_bytes()[before:].decode(errors="replace"))
     return f"same: all computed, because {why[1]}" if why else "different: no word in the log"
+
+
+def replaced(
+    second: Process, prompt: list[int], expected: dict[Any, list[Any]], folder: Path
+) -> str:
+    """Return the outcome of a stored prompt while the files of its adapter are replaced."""
+    found = asked(second, prompt, RACE, folder, pair.TOKENS, "chat")
+    (other,) = (key for key in expected if key and key[2] == "chat")
+    for name, adapter in (("old", SAME), ("new", other)):
+        if max(pair.distances(expected[adapter][0], found)) <= pair.CLOSE:
+            loaded = len(prompt) + pair.TOKENS - 1 - found["computed"]
+            return f"same: all values of the {name} files, {loaded} tokens not computed"
+    return "different: values of two adapters are mixed"

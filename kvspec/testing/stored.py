@@ -64,11 +64,14 @@ def stored_cases(
     ]
     placement = draw(placements(producer, lcm(*blocks), own_cut=not supports.placements))
     size = placement.page_tokens
-    most = max(size, _LONGEST_PROMPT)
+    most = max(2 * size, _LONGEST_PROMPT)
     ends = draw(st.lists(st.integers(1, most), max_size=2, unique=True))
     # Most steps end at the end of a page, where a state can be stored.
     whole = draw(st.lists(st.integers(1, most // size), min_size=1, max_size=2, unique=True))
     lengths = sorted({*ends, *(pages * size for pages in whole)})
+    # Pages behind the last state are stored without a state, so they cannot be loaded.
+    if has_states(producer) and size > 1 and draw(st.booleans()):
+        lengths.append((lengths[-1] // size + 1) * size + draw(st.integers(1, size - 1)))
     steps = []
     for before, after in pairwise([0, *lengths]):
         start = min(before // size, after // size) * size
@@ -83,7 +86,7 @@ def stored_cases(
     cached = row * draw(sample(0, 0, 0, *range(most_cached + 1)))
     # Without the last step, less may be stored.
     ranks = producer.parallel.ranks
-    absent = draw(sample(*[None] * 3, draw(st.sampled_from(ranks)))) if len(ranks) > 1 else None
+    absent = draw(sample(None, draw(st.sampled_from(ranks)))) if len(ranks) > 1 else None
     return StoredCase(
         producer=producer,
         consumer=consumer,

@@ -46,7 +46,7 @@ from kvspec.adapters.sglang.describing import (
     describe,
 )
 from kvspec.adapters.sglang.lookups import Lookups
-from kvspec.adapters.sglang.request_identity import Weights
+from kvspec.adapters.sglang.request_identity import Weights, identity_of
 from kvspec.adapters.sglang.sending import LOWEST
 from kvspec.nixl.staging.choosing import Buffers
 from kvspec.tickets import PrefillTicket
@@ -878,3 +878,15 @@ def test_weights_have_no_name_before_their_last_part_is_loaded() -> None:
         assert own.weights.stated is not None
         (sent,) = senders(first, server.address, ROOM, request(TOKENS))
         assert WAITING == sent.poll()
+
+
+def test_keys_that_separate_callers_are_joined_with_a_border() -> None:
+    """A caller chooses its salt, so it must not equal what another one has as its key."""
+    keys = ((None, "a\nb"), ("a", "b"), ("a\nb", None), ("a", "b\nc"), ("a\nb", "c"),
+            (None, '["a", "b"]'), ("a", None), (None, "a"))  # fmt: skip
+    salts = set()
+    for extra, salt in keys:
+        asked = request(TOKENS)
+        asked.extra_key, asked.cache_salt = extra, salt
+        salts.add(identity_of(asked, "", 2).salt)
+    assert len(keys) == len(salts)

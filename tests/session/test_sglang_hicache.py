@@ -16,7 +16,7 @@ import sglang_like as like
 import sglang_serving as serving
 
 from kvspec.adapters.sglang import hicache
-from kvspec.adapters.sglang.describing import ONLY
+from kvspec.adapters.sglang.describing import ONLY, BackendSettings
 from kvspec.adapters.sglang.page_hashes import PageHashes
 from kvspec.errors import SpecError
 from kvspec.stored import PromptIdentity, page_names
@@ -275,11 +275,32 @@ def test_key_of_sglang_and_a_salt_of_equal_words_have_other_names(
 ) -> None:
     storage, _ = opened(sglang, tmp_path, "layer_first")
     found = []
-    for key, salt in ((None, "a\nb"), ("a", "b"), ("a\nb", None)):
+    # A caller may choose the last salt, which names what SGLang makes of the key of another one.
+    guessed = f"sglang:{seed('a', 'b')}"
+    for key, salt in ((None, "a\nb"), ("a", "b"), ("a\nb", None), (None, guessed)):
         storage.name_prompt(TOKENS, key, salt)
         (page, *_) = storage.hashes.run(hashes(TOKENS, seed(key, salt), PAGE))
         found.append(page.names)
-    assert len(set(found)) == 3
+    assert len(set(found)) == 4
+
+
+@pytest.mark.parametrize(
+    ("cache", "quantization", "stated"),
+    [
+        ("auto", None, ("", "")), ("bf16", None, ("", "")), ("bfloat16", None, ("", "")),
+        ("fp8_e4m3", None, ('{"dtype": "bfloat16"}', "")), ("auto", "fp8", ("", "fp8")),
+    ],
+)  # fmt: skip
+def test_identity_states_only_what_the_engine_changes(
+    sglang: Any, cache: str, quantization: str | None, stated: tuple[str, str]
+) -> None:
+    """An engine of another maker with the same weights and the same types has an equal identity."""
+    config, args = sglang.runner.model_config, sglang.server_args
+    config.dtype, config.quantization, args.kv_cache_dtype = "bfloat16", quantization, cache
+    found = hicache._identity(args, sglang.runner, BackendSettings.of(args), "")
+    assert stated == (found.overrides, found.quantization)
+    config.hf_config = SimpleNamespace(quantization_config={"quant_method": "fp8"})
+    assert "" == hicache._identity(args, sglang.runner, BackendSettings.of(args), "").quantization
 
 
 def test_updated_weights_end_all_stores_and_loads(sglang: Any, tmp_path: Path) -> None:

@@ -190,43 +190,156 @@ def test_workers_compare_with_the_files_that_were_stated(tmp_path: Path) -> None
     assert adapters.to_workers(None) is None
 
 
+class Manager:
+    """VLLM's `WorkerLoRAManager`: tests/session/test_vllm_installed.py compares the names."""
+
+    def __init__(self) -> None:
+        self.held, self.reads = dict[int, bytes](), 0
+
+    def _load_adapter(self, lora: Any) -> bytes:
+        self.reads += 1
+        folder = Path(lora.lora_path)
+        found = (folder / "adapter_model.safetensors").read_bytes()
+        if found == b"replaced":  # While it is read.
+            written(folder, b"new")
+        if found == b"exchange":  # For a moment, another folder is at this place.
+            other, away = folder.with_name("other"), folder.with_name("away")
+            folder.rename(away)
+            other.rename(folder)
+            found = (folder / "adapter_model.safetensors").read_bytes()
+            folder.rename(other)
+            away.rename(folder)
+        return found
+
+    def set_active_adapters(self, loras: list[Any], _: Any) -> None:
+        """Load the adapters of a step that are not in memory."""
+        for lora in loras:
+            if lora.lora_int_id not in self.held:
+                self.held[lora.lora_int_id] = self._load_adapter(lora)
+
+    def list_adapters(self) -> set[int]:
+        """Return the numbers of the adapters in memory."""
+        return set(self.held)
+
+
 @pytest.fixture(name="manager")
 def fixture_manager(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a manager of a worker whose loads are noted. It loads what `files` says."""
-
-    class Manager:
-        """VLLM's `WorkerLoRAManager`: tests/session/test_vllm_installed.py compares the names."""
-
-        def _load_adapter(self, lora: Any) -> bytes:
-            found = (Path(lora.lora_path) / "adapter_model.safetensors").read_bytes()
-            if found == b"replaced":  # While it is read.
-                written(Path(lora.lora_path), b"new")
-            return found
-
+    """Return a manager of a worker whose loads are noted, after the first step of its engine."""
+    own = type("Own", (Manager,), {})  # `note_loads` replaces methods of the class.
     module = ModuleType("vllm.lora.worker_manager")
-    module.WorkerLoRAManager = Manager  # type: ignore[attr-defined]
+    module.WorkerLoRAManager = own  # type: ignore[attr-defined]
     for name in ("vllm", "vllm.lora"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(adapters_module, "_loaded", {})
+    for name, empty in (("_loaded", {}), ("_kept", {}), ("_managers", [])):
+        monkeypatch.setattr(adapters_module, name, empty)
     adapters_module.note_loads()
     adapters_module.note_loads()  # Another engine in the process.
-    return Manager()
+    manager = own()
+    manager.set_active_adapters([], None)
+    return manager
 
 
 def test_worker_compares_the_adapter_that_it_has_loaded(tmp_path: Path, manager: Any) -> None:
     """The files were replaced after the worker read them, and before a request came."""
     lora = asked(written(tmp_path / "a", b"old"), 3)
     before = sent(lora)
-    assert before.mismatch(unless_loaded=True) is None
     assert isinstance(before.mismatch(), kvspec.SpecError)
-    assert manager._load_adapter(lora) == b"old"
+    manager.set_active_adapters([lora], None)
+    assert manager.held == {3: b"old"}
     assert before.mismatch() is None
+    assert before.load() is None
     written(tmp_path / "a", b"new")
     after = sent(lora)
-    for found in (after.mismatch(), after.mismatch(unless_loaded=True)):
+    for found in (after.mismatch(), after.load()):
         assert found is not None
         assert ("adapters[3]", before.digest) == (found.field, found.value)
+    assert 1 == manager.reads
+
+
+def test_worker_computes_with_the_files_under_which_it_has_loaded_pages(
+    tmp_path: Path, manager: Any
+) -> None:
+    """They are replaced after the pages were loaded, and before the first step of the request."""
+    lora = asked(written(tmp_path / "a", b"old"), 3)
+    stated_before = sent(lora)
+    assert stated_before.load() is None
+    written(tmp_path / "a", b"new")
+    # Another request comes before the first one runs.
+    assert stated_before.load() is None
+    manager.set_active_adapters([lora], None)
+    assert manager.held == {3: b"old"}
+    assert stated_before.mismatch() is None
+    assert 1 == manager.reads
+
+
+def test_worker_loads_no_pages_under_files_that_were_replaced_before(
+    tmp_path: Path, manager: Any
+) -> None:
+    """They are replaced after the scheduler has read them, and before a worker does."""
+    lora = asked(written(tmp_path / "a", b"old"), 3)
+    before = sent(lora)
+    written(tmp_path / "a", b"new")
+    found = before.load()
+    assert found is not None
+    assert "adapters[3]" == found.field
+    manager.set_active_adapters([lora], None)
+    assert manager.held == {3: b"new"}
+    assert before.mismatch() is not None
+
+
+def test_worker_that_has_dropped_an_adapter_reads_it_before_it_loads_pages(
+    tmp_path: Path, manager: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    lora = asked(written(tmp_path / "a", b"old"), 3)
+    before = sent(lora)
+    manager.set_active_adapters([lora], None)
+    manager.held.clear()  # Others have displaced it.
+    assert before.load() is None
+    assert 2 == manager.reads
+    manager.set_active_adapters([lora], None)
+    assert 2 == manager.reads
+    manager.held.clear()
+    written(tmp_path / "a", b"new")
+    assert before.load() is not None
+    assert "other files" in caplog.text
+
+
+def test_worker_without_a_manager_loads_no_pages(tmp_path: Path, manager: Any) -> None:
+    adapters_module._managers.clear()
+    found = sent(asked(written(tmp_path / "a", b"old"), 3)).load()
+    assert found is not None
+    assert 0 == manager.reads
+
+
+def test_adapter_that_cannot_be_read_fails_only_the_load(tmp_path: Path, manager: Any) -> None:
+    lora = asked(written(tmp_path / "a", b"old"), 3)
+    before = sent(lora)
+    shutil.rmtree(tmp_path / "a")
+    found = before.load()
+    assert found is not None
+    assert "cannot be loaded" in str(found)
+    assert not manager.held
+
+
+def test_adapter_that_was_read_before_belongs_to_its_name_and_place(
+    tmp_path: Path, manager: Any
+) -> None:
+    """Another adapter of the same number comes before the first one is needed."""
+    first, second = (asked(written(tmp_path / name, name.encode()), 3, name) for name in ("a", "b"))
+    before = sent(first)
+    assert before.load() is None
+    manager.set_active_adapters([second], None)
+    assert manager.held == {3: b"b"}
+    assert before.mismatch() is not None
+
+
+def test_adapters_that_nobody_needs_are_dropped(tmp_path: Path, manager: Any) -> None:
+    del manager
+    for number in range(1, 40):
+        name = f"a{number}"
+        assert sent(asked(written(tmp_path / name, name.encode()), number, name)).load() is None
+    assert 32 == len(adapters_module._kept)
 
 
 def test_number_under_which_a_worker_has_loaded_two_adapters_fits_none(
@@ -250,3 +363,34 @@ def test_files_that_change_while_a_worker_reads_them_fit_none(tmp_path: Path, ma
     assert before.digest != digest_at(lora.lora_path)
     for each in (before, sent(lora)):
         assert each.mismatch() is not None
+
+
+def test_files_that_change_and_change_back_while_a_worker_reads_them_fit_none(
+    tmp_path: Path, manager: Any
+) -> None:
+    written(tmp_path / "other", b"others")
+    lora = asked(written(tmp_path / "at", b"exchange"), 3)
+    before = sent(lora)
+    assert b"others" == manager._load_adapter(lora)
+    assert before.digest == digest_at(lora.lora_path)
+    assert before.mismatch() is not None
+
+
+def test_files_that_change_within_one_tick_of_the_clock_are_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their stamps are equal, as on a file system whose times have two seconds."""
+    monkeypatch.setattr(adapters_module, "_stamp", lambda facts: (facts.st_size,))
+    first = digest_at(str(written(tmp_path / "a", b"weights")))
+    assert first != digest_at(str(written(tmp_path / "a", b"Weights")))
+    # A digest of files that nobody has changed for long is kept.
+    monkeypatch.setattr(adapters_module, "_SETTLED", -1.0)
+    kept = digest_at(str(written(tmp_path / "a", b"weights")))
+    assert first == kept == digest_at(str(written(tmp_path / "a", b"Weights")))
+
+
+def test_adapter_that_vllm_reads_from_another_place_is_not_stated(tmp_path: Path) -> None:
+    lora = asked(
+        written(tmp_path / "a", b"weights"), tensorizer_config_dict={"tensorizer_dir": "x"}
+    )
+    assert stated(engine(), lora) is None

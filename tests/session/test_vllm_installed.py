@@ -7,6 +7,7 @@ states about its keys must be what the keys show.
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import itertools
 import json
@@ -14,13 +15,17 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
+from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 from forward_code import calls, module_of
+from vllm_fields import FIELDS, NEWER
 
 import kvspec
 from kvspec.adapters import vllm as adapter
@@ -340,14 +345,23 @@ def test_workers_of_vllm_load_adapters_by_the_method_that_is_noted(
     (tmp_path / "adapter_model.safetensors").write_bytes(b"weights")
     loaded = dict[int, str | None]()
     monkeypatch.setattr(adapters, "_loaded", loaded)
+    for name, empty in (("_kept", {}), ("_managers", [])):
+        monkeypatch.setattr(adapters, name, empty)
     assert callable(WorkerLoRAManager._load_adapter)
+    monkeypatch.setattr(
+        WorkerLoRAManager, "set_active_adapters", WorkerLoRAManager.set_active_adapters
+    )
+    assert "set_active_adapters" not in vars(LRUCacheWorkerLoRAManager)
     read = lambda *_: SimpleNamespace(id=3)  # noqa: E731 - what vLLM reads from a whole adapter
     monkeypatch.setattr(WorkerLoRAManager, "_load_adapter", read)
     adapters.note_loads()
     manager = LRUCacheWorkerLoRAManager.__new__(LRUCacheWorkerLoRAManager)
-    manager._adapter_manager = MagicMock(list_adapters=dict, capacity=2)
+    manager._adapter_manager = MagicMock(list_adapters=dict, capacity=2, lora_slots=2)
     manager.add_adapter(LoRARequest("sql", 3, str(tmp_path)))
     assert {3: adapters.digest_at(str(tmp_path))} == loaded
+    # In its first step, vLLM activates the adapters of the batch, of which there may be none.
+    manager.set_active_adapters(set(), None)
+    assert [manager] == adapters._managers
 
 
 def test_multi_connector_of_vllm_finds_the_numbers_by_name() -> None:
@@ -541,3 +555,129 @@ def test_state_is_in_the_block_that_vllm_writes_after_a_step(
         written = ids[1][: -(-tokens // 16)]
         assert [written[-1]] == tables["group1"].block_ids.tolist()
         assert written[-1] != 0
+
+
+@pytest.mark.parametrize("kind", FIELDS)
+def test_each_field_of_vllm_has_a_place_in_the_names_of_pages_or_none(kind: str) -> None:
+    """A field that a newer vLLM adds may change values. Then decide where it is stated."""
+    module = "vllm.config.quantization" if kind.startswith("Quant") else "vllm.config"
+    own = {field.name for field in dataclasses.fields(getattr(import_module(module), kind))}
+    listed = [name for names in FIELDS[kind].values() for name in names.split()]
+    assert len(listed) == len(set(listed))
+    assert not own - set(listed)
+    assert set(listed) - own <= set(NEWER.get(kind, "").split())
+
+
+def tiny_engine(folder: Path, **model: Any) -> Any:
+    """Return vLLM's configuration of a model of one layer, with its connector."""
+    from vllm.config import (  # noqa: PLC0415
+        AttentionConfig,
+        CacheConfig,
+        LoadConfig,
+        ModelConfig,
+        MultiModalConfig,
+    )
+
+    config = {
+        **HEADS, "model_type": "llama", "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 1, "max_position_embeddings": 64, "torch_dtype": "float32",
+        "head_dim": SIZE,
+    }  # fmt: skip
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config), "utf-8")
+    own = {"dtype": "float32", "max_model_len": 64, "skip_tokenizer_init": True, **model}
+    made = ModelConfig(model=str(folder), **own)
+    object.__setattr__(made, "multimodal_config", MultiModalConfig())
+    extra = {"revision": "1", "model": "tiny"}
+    return SimpleNamespace(
+        model_config=made,
+        cache_config=CacheConfig(),
+        load_config=LoadConfig(),
+        attention_config=AttentionConfig(),
+        speculative_config=None,
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra),
+    )
+
+
+# Values of the fields that change an identity, if "other" is no value of theirs.
+_OTHERS: dict[str, Any] = {
+    "quantization_config": {"ignore": ["lm_head"]},
+    "hf_overrides": {"rope_theta": 5.0},
+    "mm_processor_kwargs": {"num_crops": 4},
+    "use_non_causal": True,
+    "use_prefill_query_quantization": True,
+    "disable_flashinfer_q_quantization": True,
+    "video_pruning_rate": 0.5,
+    "cache_dtype": "fp8",
+}
+# These are read only together with another field, or are objects with fields of their own.
+_TOGETHER = {
+    "model", "revision", "hf_config", "dtype", "mamba_cache_dtype", "is_attention_free",
+    "video_pruning_method", "multimodal_config",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("part", "kind"),
+    [
+        ("model_config", "ModelConfig"), ("cache_config", "CacheConfig"),
+        ("load_config", "LoadConfig"), ("attention_config", "AttentionConfig"),
+        ("model_config.multimodal_config", "MultiModalConfig"),
+    ],
+)  # fmt: skip
+def test_identity_of_vllm_changes_exactly_with_the_fields_that_change_values(
+    part: str, kind: str, tmp_path: Path
+) -> None:
+    from kvspec.adapters.vllm.model_identity import model_identity  # noqa: PLC0415
+
+    plain = model_identity(tiny_engine(tmp_path), "")
+    assert not plain.unstated
+    for place, names in FIELDS[kind].items():
+        for name in set(names.split()) - set(NEWER.get(kind, "").split()) - _TOGETHER:
+            engine = tiny_engine(tmp_path)
+            owner = attrgetter(part)(engine)
+            object.__setattr__(owner, name, _OTHERS.get(name, "other"))
+            changed = model_identity(engine, "")
+            assert (changed != plain) is (place == "identity"), (place, name)
+
+
+def test_identity_of_vllm_has_the_whole_recipe_of_a_quantization(tmp_path: Path) -> None:
+    """Two recipes of "online" give other weights."""
+    from vllm.config.quantization import resolve_quantization_config  # noqa: PLC0415
+
+    from kvspec.adapters.vllm.model_identity import model_identity  # noqa: PLC0415
+
+    recipes: list[tuple[str | None, Any]] = [
+        (None, None),
+        ("fp8_per_tensor", None),
+        *(("online", each) for each in (
+            {"linear": "fp8_per_block"}, {"linear": "fp8_per_tensor"},
+            {"linear": "fp8_per_block", "ignore": ["lm_head"]}, {"moe": "mxfp8"},
+            {"targets": {"re:.*mlp.*": "fp8_per_tensor"}},
+        )),
+    ]  # fmt: skip
+    digests = set()
+    for name, recipe in recipes:
+        engine = tiny_engine(tmp_path)
+        object.__setattr__(engine.model_config, "quantization", name)
+        resolved = resolve_quantization_config(name, recipe)
+        object.__setattr__(engine.model_config, "quantization_config", resolved)
+        digests.add(model_identity(engine, "").digest)
+    assert len(recipes) == len(digests)
+
+
+def test_positions_of_media_that_numpy_counts_are_stated() -> None:
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange  # noqa: PLC0415
+
+    from kvspec.adapters.vllm.content import prompt_of_request  # noqa: PLC0415
+
+    found = []
+    for number in (int, np.int64):
+        place = PlaceholderRange(offset=number(1), length=number(2))
+        feature = MultiModalFeatureSpec(None, "image", "a" * 64, place)
+        request = SimpleNamespace(
+            num_prompt_tokens=4, prompt_embeds=None, cache_salt=None, lora_request=None,
+            mm_features=[feature],
+        )  # fmt: skip
+        found.append(prompt_of_request(request).digest)
+    assert found[0] == found[1]

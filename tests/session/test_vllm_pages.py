@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -192,6 +193,7 @@ def test_pages_of_an_adapter_move_only_with_the_files_that_workers_have_loaded(
     """The scheduler reads the files when a request comes, and a worker may have read others."""
     loaded: dict[int, str | None] = {1: "of other files"}
     monkeypatch.setattr(adapters, "_loaded", loaded)
+    monkeypatch.setattr(adapters, "_kept", {})
     (tmp_path / "sql").mkdir()
     (tmp_path / "sql" / "adapter_model.safetensors").write_bytes(b"weights")
     path = str(tmp_path / "sql")
@@ -203,10 +205,16 @@ def test_pages_of_an_adapter_move_only_with_the_files_that_workers_have_loaded(
         loaded[1] = adapters.digest_at(path)
         ended(one, computed(one, "again", lora_request=lora))
     assert [("full", 18), ("window-8", 18)] == stored(tmp_path / "pages")
-    for number, (found, fails) in enumerate(((None, True), (loaded[1], False), ("", False))):
-        loaded[1] = found
-        if found == "":  # The worker loads the adapter later.
-            loaded.clear()
+    # With a manager, a worker that has not read the files does so before it loads pages.
+    right = loaded[1]
+    manager = SimpleNamespace(list_adapters=set)
+    manager._load_adapter = lambda lora: loaded.setdefault(lora.lora_int_id, right)
+    for number, (found, managers, fails) in enumerate((
+        ({1: None}, [], True), ({1: right}, [], False), ({}, [], True), ({}, [manager], False),
+    )):  # fmt: skip
+        loaded.clear()
+        loaded.update(found)
+        monkeypatch.setattr(adapters, "_managers", managers)
         with engine(f"two-{number}", tmp_path / "pages") as two:
             request = Request("b", 14, lora_request=lora)
             assert (12, True) == two.decode(request, *TABLES)
@@ -256,9 +264,14 @@ def test_store_settings_are_checked(tmp_path: Path) -> None:
         ({"store": {"directory": "x", "page_tokens": 0}}, "page_tokens"),
         ({"store": "x", "policy": "fail"}, "kv_load_failure_policy"),
         ({"store": "x", "speculative": EAGLE}, "speculative_config.method"),
+        ({"store": "x", "diffusion": True}, "diffusion_config"),
     ):
+        fields = dict(extra)
+        diffusion = fields.pop("diffusion", None)
+        vllm_config, _ = configs("e", 0, 1, 4, fields)
+        vllm_config.diffusion_config = diffusion and SimpleNamespace(canvas_length=32)
         with pytest.raises(SpecError) as error:
-            made(*configs("e", 0, 1, 4, dict(extra))[:1], "SCHEDULER", None)
+            made(vllm_config, "SCHEDULER", None)
         assert field in error.value.field
     with pytest.raises(SpecError) as error:
         Engine("e", store=str(tmp_path))
@@ -275,10 +288,21 @@ def test_store_settings_are_checked(tmp_path: Path) -> None:
     assert "weights" in error.value.field
 
 
-def test_settings_that_change_values_change_the_name_of_the_model() -> None:
+@dataclasses.dataclass
+class Quantization:
+    """Settings of quantization, as vLLM keeps them: in data classes, inside of which others are."""
+
+    dtype: str = "fp8"
+    ignore: tuple[str, ...] = ()
+
+
+def test_settings_that_change_values_change_the_name_of_the_model(tmp_path: Path) -> None:
     """VLLM's identifiers of images contain the settings of a request, not those of an engine."""
     draft = {"model": "draft", "revision": "1", "quantization": None}
     plain = {"mm_processor_kwargs": None, "video_pruning_rate": None, "video_pruning_method": "evs"}
+    scales = tmp_path / "one", tmp_path / "other"
+    for number, path in enumerate(scales):
+        path.write_text(str(number))
     pruned, loose = {"video_pruning_rate": 0.5}, {"size": {"longest_edge": 9}}
 
     def identity(media: Any = None, drafted: Any = None, **model: Any) -> Any:
@@ -302,19 +326,86 @@ def test_settings_that_change_values_change_the_name_of_the_model() -> None:
         identity(pruned),
         identity({**pruned, "video_pruning_method": "vidcom2"}),
         identity({"mm_encoder_attn_dtype": "fp8"}),
-        identity({"mm_encoder_attn_dtype": "fp8", "mm_encoder_fp8_scale_path": "scales"}),
+        *(
+            identity({"mm_encoder_attn_dtype": "fp8", "mm_encoder_fp8_scale_path": str(path)})
+            for path in scales
+        ),
         identity(hf_config_path="org/other", hf_config=config),
         identity(code_revision="2"),
         identity(model_class_overrides={"A": "B"}),
         identity(drafted={"model": "draft"}),
         identity(drafted={"quantization": "fp8"}),
+        identity(drafted={"code_revision": "fp8"}),
+        identity(quantization="fp8"),
+        *(
+            identity(quantization="online", quantization_config=each)
+            for each in (
+                {"ignore": []},
+                {"ignore": ["lm_head"]},
+                Quantization(),
+                Quantization(dtype="fp4"),
+            )
+        ),
     ]
     assert "" == identities[0].overrides
     assert len(identities) == len({each.digest for each in identities})
     assert identities[0] == identity({}) == identity({"mm_processor_kwargs": {"device": "cuda"}})
     assert identities[0] == identity(hf_config_path="tiny", code_revision=None)
+    # A checkpoint that is quantised already is used as it is, by another kernel of each device.
+    stored = SimpleNamespace(quantization_config={"quant_method": "gptq"})
+    assert identities[0] == identity(quantization="gptq_marlin", hf_config=stored)
     assert ("overrides",) == identity(hf_config_path="/a/folder").unstated
+    lost = {"mm_encoder_attn_dtype": "fp8", "mm_encoder_fp8_scale_path": str(tmp_path / "none")}
+    assert ("overrides",) == identity(lost).unstated
     assert ("overrides",) == identity({"mm_processor_kwargs": {"size": object()}}).unstated
+
+
+@pytest.mark.parametrize(
+    ("cache", "stated"),
+    [
+        ({"cache_dtype": "auto"}, ""), ({"cache_dtype": "bfloat16"}, ""),
+        ({"cache_dtype": "fp8"}, '{"dtype": "bfloat16"}'),
+        ({"cache_dtype": "float16"}, '{"dtype": "bfloat16"}'),
+        # The states of a model without attention may have another type than the computation.
+        ({"cache_dtype": "auto", "mamba_cache_dtype": "float32", "is_attention_free": True},
+         '{"dtype": "bfloat16"}'),
+        ({"mamba_cache_dtype": "auto", "is_attention_free": True}, ""),
+        ({"mamba_cache_dtype": "bfloat16", "is_attention_free": True}, ""),
+        ({"cache_dtype": "auto", "mamba_cache_dtype": "float32", "is_attention_free": False}, ""),
+    ],
+)  # fmt: skip
+def test_type_of_computation_is_stated_if_no_cache_has_it(
+    cache: dict[str, Any], stated: str
+) -> None:
+    vllm_config, _ = configs("e", 0, 1, 4, {"revision": "1"})
+    vllm_config.model_config.dtype = "bfloat16"
+    vllm_config.cache_config = SimpleNamespace(**cache)
+    assert stated == model_identity(vllm_config, "").overrides
+
+
+@pytest.mark.parametrize(
+    ("load_format", "stated"),
+    [("auto", ""), ("safetensors", ""), ("dummy", None), ("tensorizer", None), ("Dummy", None),
+     ("ipc_cache", None), ("modelexpress", None), ("a_plugin", None)],
+)  # fmt: skip
+def test_weights_of_other_files_are_stated_only_by_the_user(
+    load_format: str, stated: str | None
+) -> None:
+    vllm_config, _ = configs("e", 0, 1, 4, {"revision": "1"})
+    vllm_config.load_config = SimpleNamespace(load_format=load_format)
+    assert stated == model_identity(vllm_config, "").weights
+    assert "2" == model_identity(vllm_config, "2").weights
+
+
+def test_attention_that_is_not_causal_changes_the_name_of_the_model() -> None:
+    names = "use_non_causal", "use_prefill_query_quantization", "disable_flashinfer_q_quantization"
+    digests = set()
+    for name in (None, *names):
+        vllm_config, _ = configs("e", 0, 1, 4, {"revision": "1"})
+        own = {each: each == name for each in names}
+        vllm_config.attention_config = SimpleNamespace(**own)
+        digests.add(model_identity(vllm_config, "").digest)
+    assert len(names) + 1 == len(digests)
 
 
 def test_config_of_another_repository_does_not_state_the_revision_of_the_weights() -> None:

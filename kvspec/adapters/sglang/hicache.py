@@ -35,7 +35,7 @@ import attrs
 from kvspec.adapters.field_reader import FieldReader
 from kvspec.adapters.sglang.describing import ONLY, BackendSettings, Surroundings, describe
 from kvspec.adapters.sglang.page_hashes import NamedPage, PageHashes
-from kvspec.adapters.sglang.request_identity import STARTED
+from kvspec.adapters.sglang.request_identity import STARTED, salt_with_key
 from kvspec.descriptors.request import BlockTable
 from kvspec.errors import KVSpecError, SpecError
 from kvspec.inputs import positive_int
@@ -278,7 +278,8 @@ class Pages:
         try:
             seed = storage_namespace_seed(extra_key, salt)
             # The key is SGLang's own. Other makers have only the salt.
-            self.hashes.add_prompt(tokens, seed, f"sglang:{seed}" if extra_key else salt or "")
+            own = salt_with_key(seed) if extra_key and seed else salt or ""
+            self.hashes.add_prompt(tokens, seed, own)
         except Exception:  # an error would end the scheduler
             log.exception("the pages of a prompt have no names")
 
@@ -387,8 +388,11 @@ def _identity(args: Any, runner: Any, backend: BackendSettings, weights: str) ->
     facts: dict[str, Any] = {}
     if changed := json.loads(args.json_model_override_args or "{}"):
         facts["hf_overrides"] = changed
-    if args.kv_cache_dtype != "auto":
-        facts["dtype"] = dtype_name(runner.model_config.dtype, "model_config.dtype")
+    if (stored := args.kv_cache_dtype) != "auto":
+        computed = dtype_name(runner.model_config.dtype, "model_config.dtype")
+        # Otherwise the placement contains the type of the computation, as with "auto".
+        if stored not in (computed, {"bfloat16": "bf16"}.get(computed)):
+            facts["dtype"] = computed
     for name in _CHANGES_VALUES:
         if value := getattr(args, name, None):
             facts[name] = str(value)
@@ -401,9 +405,18 @@ def _identity(args: Any, runner: Any, backend: BackendSettings, weights: str) ->
         model=backend.model,
         revision=revision,
         weights=weights or ("" if version == STARTED else version),
-        quantization=runner.model_config.quantization or "",
+        quantization=_quantization(runner.model_config),
         overrides=json.dumps(facts, sort_keys=True) if facts else "",
     )
+
+
+def _quantization(config: Any) -> str:
+    """Return the method by which SGLang quantises weights that it loads.
+
+    A checkpoint that is quantised already is used as it is, by another kernel of each device.
+    """
+    stored = getattr(config.hf_config, "quantization_config", None)
+    return "" if stored else config.quantization or ""
 
 
 def host_cache(engine: Any, rank: RankId, host: Any) -> RankCache:

@@ -94,7 +94,7 @@ class PageHashes:
         self._lock = threading.Lock()
         self.unnamed = 0
 
-    def add_prompt(self, token_ids: Sequence[int], seed: str | None, salt: str) -> None:
+    def add_prompt(self, token_ids: Sequence[int], seed: str | None, salt: str | bytes) -> None:
         """Name the whole pages of a prompt.
 
         Args:

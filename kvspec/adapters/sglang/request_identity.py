@@ -28,6 +28,7 @@ How it works:
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -158,10 +159,18 @@ def _embeddings(request: Any) -> str:
     return hashlib.sha256(f"{array.shape}".encode() + array.tobytes()).hexdigest()[:32]
 
 
-def _salt(request: Any) -> str:
+def _salt(request: Any) -> str | bytes:
     """Return the keys that separate the caches of two callers."""
     extra, salt = getattr(request, "extra_key", None), getattr(request, "cache_salt", None)
-    return f"{extra}\n{salt or ''}" if extra else salt or ""
+    return salt_with_key(json.dumps([extra, salt or ""])) if extra else salt or ""
+
+
+def salt_with_key(text: str) -> bytes:
+    """Return a salt that contains SGLang's own key of a caller, as *text*.
+
+    No text of UTF-8 begins with this byte. So no caller can choose a salt that equals it.
+    """
+    return b"\xff" + text.encode("utf-8", "surrogatepass")
 
 
 def sampling_text(request: Any) -> str:

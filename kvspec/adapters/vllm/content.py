@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from operator import index
 from typing import Any
 
 from kvspec.adapters.vllm.adapters import Adapters
@@ -109,7 +110,10 @@ def _media(features: Any) -> list[MediaItem] | None:
         if any(_NUMBERED.fullmatch(each.identifier) for each in features or ()):
             return None
         return [
-            MediaItem(each.identifier, each.mm_position.offset, each.mm_position.length)
+            # Some processors count positions with numpy.
+            MediaItem(
+                each.identifier, index(each.mm_position.offset), index(each.mm_position.length)
+            )
             for each in features or ()
         ]
     except (AttributeError, TypeError, SpecError):

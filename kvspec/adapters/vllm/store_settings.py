@@ -9,21 +9,19 @@ does not start. Stored pages outlive the engine, so their names could not be cor
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 import attrs
 
 from kvspec.adapters.vllm.drafts import draft_of, number_of
+from kvspec.adapters.vllm.model_identity import model_identity
 from kvspec.adapters.vllm.settings import stages
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import SpecError
 from kvspec.inputs import positive_int
-from kvspec.ownership.dtypes import dtype_name
 from kvspec.stored.bucket_objects import BucketObjects
 from kvspec.stored.file_objects import FileObjects
-from kvspec.stored.names import ModelIdentity
 from kvspec.stored.placement import StoredSpec
 from kvspec.stored.store import PageStore
 
@@ -33,7 +31,7 @@ _FIELD = "kv_connector_extra_config['store']"
 _HINTS = {
     "model": "set kv_connector_extra_config['model']",
     "revision": "set kv_connector_extra_config['revision']",
-    "weights": f"random weights need {_FIELD}['weights']",
+    "weights": f"random weights, and those of other files, need {_FIELD}['weights']",
     "quantization": "this version of vLLM does not state it",
     "overrides": "a function in hf_overrides has none, nor a draft or a config without a revision",
 }
@@ -89,6 +87,10 @@ class StoreSettings:
             # A page may be damaged, or removed while it is read. Then its tokens are computed.
             wanted = "'recompute' with a store: a page that cannot be loaded has to be computed"
             raise SpecError("kv_load_failure_policy", policy, wanted)
+        diffusion = getattr(vllm_config, "diffusion_config", None)
+        if settings is not None and diffusion is not None:
+            rule = "not yet with a store: values depend on the steps that removed the noise"
+            raise SpecError("diffusion_config", type(diffusion).__name__, rule=rule)
         draft = draft_of(vllm_config)
         if settings is not None and draft is not None and draft.lookahead:
             rule = "not yet with a store: a page's last key of the draft depends on the next page"
@@ -161,79 +163,3 @@ def _ranges(vllm_config: Any, engine: EngineSpec, count: int) -> list[list[str]]
         [layer for layer in layers if (number_of(layer) or 0) in numbers]
         for numbers in stages(total, count)
     ]
-
-
-def model_identity(vllm_config: Any, weights: str) -> ModelIdentity:  # noqa: ANN401 - vLLM's class
-    """Return what the values of a cache depend on. Fields that vLLM does not show are not stated.
-
-    Args:
-        vllm_config: vLLM's `VllmConfig`.
-        weights: Version of the weights. "" if they are those of the revision.
-    """
-    model = vllm_config.model_config
-    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-    quantization = getattr(model, "quantization", ...)
-    random = getattr(getattr(vllm_config, "load_config", None), "load_format", "") == "dummy"
-    return ModelIdentity(
-        model=extra.get("model", model.model),
-        revision=extra.get("revision") or _revision(model),
-        weights=weights or (None if random else ""),
-        quantization=None if quantization is ... else quantization or "",
-        overrides=_overrides(vllm_config),
-    )
-
-
-def _revision(model: Any) -> str | None:  # noqa: ANN401 - vLLM's `ModelConfig`
-    """Return the commit of a model from a hub, or the revision that the user has named."""
-    commit = None if _config_path(model) else _commit(model)
-    revision = commit or getattr(model, "revision", None)
-    return revision if isinstance(revision, str) else None
-
-
-def _commit(model: Any) -> str | None:  # noqa: ANN401 - vLLM's `ModelConfig`
-    """Return the commit of the repository that contains the configuration of a model."""
-    return getattr(getattr(model, "hf_config", None), "_commit_hash", None)
-
-
-def _config_path(model: Any) -> str | None:  # noqa: ANN401 - vLLM's `ModelConfig`
-    """Return where the configuration of a model is, if it is not with its weights."""
-    path = getattr(model, "hf_config_path", None)
-    return None if path == model.model else path
-
-
-def _overrides(vllm_config: Any) -> str | None:  # noqa: ANN401 - vLLM's class
-    """Return the settings on which values depend, besides the files of the model, or None."""
-    model = vllm_config.model_config
-    names = "hf_overrides", "model_class_overrides", "code_revision"
-    facts = {name: value for name in names if (value := getattr(model, name, None))}
-    facts |= _media_settings(getattr(model, "multimodal_config", None))
-    stored_as = getattr(vllm_config.cache_config, "cache_dtype", "auto")
-    if stored_as != "auto":  # Otherwise the placement contains the type of the computation.
-        facts["dtype"] = dtype_name(model.dtype, "model_config.dtype")
-    if path := _config_path(model):
-        facts["config"] = [path, _commit(model)]
-    if (known := draft_of(vllm_config)) is not None:
-        draft = vllm_config.speculative_config.draft_model_config
-        changed = getattr(draft, "quantization", None)
-        own = [known.method, known.model, _revision(draft)]
-        facts["draft"] = [*own, *([changed] if changed else ())]
-    if None in (*facts.get("config", ()), *facts.get("draft", ())):
-        return None
-    try:
-        return json.dumps(facts, sort_keys=True) if facts else ""
-    except TypeError:  # For example, a function that changes the config.
-        return None
-
-
-def _media_settings(media: Any) -> dict[str, Any]:  # noqa: ANN401 - vLLM's `MultiModalConfig`
-    """Return the settings of an engine on which the embeddings of its media depend.
-
-    The identifier that vLLM makes of an image contains the settings of the request, not these.
-    """
-    names = ["mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path", "video_pruning_rate"]
-    if getattr(media, "video_pruning_rate", None):
-        names.append("video_pruning_method")
-    facts = {name: value for name in names if (value := getattr(media, name, None))}
-    processor = dict(getattr(media, "mm_processor_kwargs", None) or {})
-    processor.pop("device", None)  # Where it runs.
-    return facts | ({"mm_processor_kwargs": processor} if processor else {})

@@ -52,8 +52,8 @@ class PageThreads:
 
     def _load(self, load: PageLoad) -> None:
         done = submitted_work(self._gpu)
-        # The worker may not have loaded the adapter yet.
-        error = None if load.adapter is None else load.adapter.mismatch(unless_loaded=True)
+        # After this, vLLM computes with these files, whatever becomes of them.
+        error = None if load.adapter is None else load.adapter.load()
 
         def run() -> None:
             done()

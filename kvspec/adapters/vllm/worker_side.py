@@ -11,13 +11,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import attrs
 
 from kvspec.adapters.attention_modules import configured_key_content
 from kvspec.adapters.field_reader import FieldReader
-from kvspec.adapters.vllm.adapters import note_loads
+from kvspec.adapters.vllm.adapters import StatedAdapter, note_loads
 from kvspec.adapters.vllm.drafts import draft_of
 from kvspec.adapters.vllm.gpu import gpu_of, submitted_work
 from kvspec.adapters.vllm.metrics import Numbers, WorkerNumbers
@@ -283,8 +284,8 @@ class Serving:
         for ticket, request in step.fetched:
             name, timeout = request.request_id, self._settings.timeout
             try:
-                # The worker may not have loaded the adapter yet.
-                self._check_adapter(step, name, unless_loaded=True)
+                # After this, vLLM computes with these files, whatever becomes of them.
+                self._check_adapter(step, name, StatedAdapter.load)
                 self._loads[name] = self._session.load(
                     request, ticket=ticket, timeout=timeout, checksum=self._settings.checksum
                 )
@@ -307,7 +308,7 @@ class Serving:
             submitted_work(self._draft_gpu)()
         for request_id, ticket in step.held:
             try:
-                self._check_adapter(step, request_id)
+                self._check_adapter(step, request_id, StatedAdapter.mismatch)
                 self._hold_blocks(request_id, ticket)
             except SpecError as error:
                 # The request ends here. A reader of this remote id receives an error.
@@ -325,11 +326,11 @@ class Serving:
         return None if self._threads is None else self._threads.reports()
 
     @staticmethod
-    def _check_adapter(step: EngineStep, request_id: str, *, unless_loaded: bool = False) -> None:
+    def _check_adapter(
+        step: EngineStep, request_id: str, check: Callable[[StatedAdapter], SpecError | None]
+    ) -> None:
         adapter = step.adapters.get(request_id)
-        if adapter is None:
-            return
-        error = adapter.mismatch(unless_loaded=unless_loaded)
+        error = None if adapter is None else check(adapter)
         if error is not None:
             raise error
 

@@ -42,7 +42,7 @@ from kvspec.testing.laws.release import Script, play
 from kvspec.testing.laws.stored_pages import StoredCase
 from kvspec.testing.laws.system import NothingToJudgeError, System, Trial
 from kvspec.testing.pairs import sharing_kinds
-from kvspec.testing.stored import stored_cases
+from kvspec.testing.stored import STORABLE, stored_cases
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from kvspec.testing.supports import Supports
 
 CasePair = "tuple[Case, Case | None]"
+_FEW_STORED = 24  # Least number of `stored_of_each_kind`, for a system with few kinds.
 
 
 @attrs.frozen
@@ -179,7 +180,10 @@ def judge_axis(
     for narrow in axis.narrowed(system.supports, kinds_of(system.supports)):
         draws = _pairs(system, laws, narrow)
         tally = _Tally()
-        for some, pair in judged_cases(axis, narrow, laws, _drawn(draws, examples, seed)):
+        drawn = _drawn(draws, examples, seed)
+        if axis.name == PAGES:
+            drawn = [*stored_of_each_kind(narrow, profile, seed), *drawn]
+        for some, pair in judged_cases(axis, narrow, laws, drawn):
             tally.add(axis, pair, look(guard, some, *pair), stuck=bool(guard.stuck))
         for law in laws:
             found = tally.wrong.get(law.number)
@@ -216,8 +220,8 @@ def _examples(axis: Axis, profile: Profile) -> int:
     drawn = {"kinds": profile.each, "everything": profile.everything, RELEASE: 100 * profile.each}
     # Only law 13 judges these small cases, and there are several ways to cut a request.
     drawn[STEPS] = 2 * profile.examples
-    # All pairs of prompts are listed, and all kinds of stored cases are drawn together.
-    drawn |= {NAMED: 1, PAGES: 8 * profile.examples}
+    # All pairs of prompts are listed, and `stored_of_each_kind` has more stored cases.
+    drawn |= {NAMED: 1, PAGES: 4 * profile.examples}
     return drawn.get(axis.name, profile.examples)
 
 
@@ -337,6 +341,24 @@ def _drawn(draws: SearchStrategy[Any], examples: int, number: int) -> list[Any]:
         pairs.append(pair)
 
     collect()
+    return pairs
+
+
+def stored_of_each_kind(narrow: Supports, profile: Profile, number: int) -> list[tuple[Any, None]]:
+    """Return different stored cases, some of each kind of layers.
+
+    Most cases of one long draw of Hypothesis are small changes of a few others. So each case here
+    is the first random one of a draw of its own.
+    """
+    kinds = narrow.kinds or STORABLE
+    each = max(profile.each, _FEW_STORED // len(kinds))
+    pairs: list[tuple[Any, None]] = []
+    for at, kind in enumerate(kinds):
+        draws = stored_cases(kinds=[kind], supports=attrs.evolve(narrow, kinds=(kind,)))
+        for place in range(each):
+            # The first case of a draw is always the simplest one.
+            *_, case = _drawn(draws, 2, 1000 * number + each * at + place)
+            pairs.append((case, None))
     return pairs
 
 
