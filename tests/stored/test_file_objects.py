@@ -155,6 +155,14 @@ def test_a_reader_that_knows_the_header_judges_as_a_new_one(store: FileObjects) 
     assert bytes(payload(2)) in outcomes
 
 
+def test_a_checksum_that_is_no_text_is_damage(store: FileObjects) -> None:
+    put(store, 1)
+    head = encode(key(1), CONTENTS, "\\ud800" * 32)
+    file_of(store, 1).write_bytes(head + bytes(payload(1)))
+    assert decode(head, len(head) + SIZE, "x").checksum == "\ud800" * 32
+    assert problem(store, 1) == ("damaged", "checksum")
+
+
 def changed(objects: FileObjects, page: int, offset: int, value: bytes) -> None:
     with file_of(objects, page).open("r+b") as file:
         file.seek(offset)
