@@ -48,6 +48,7 @@ from kvspec.stored.objects import (
     Payload,
     StoredObject,
     absent,
+    as_bytes,
     check_digest,
     check_pages,
     check_payload,
@@ -183,10 +184,9 @@ class FileObjects:
             if folder in self._safe and not os.path.isdir(folder):  # Somebody deleted it.
                 self._safe.clear()
             self._make_folder(folder)
-        if self.limit is not None:
-            new = sum(not os.path.lexists(path) for path in paths)
+        if self.limit is not None and (new := [p for p in paths if not os.path.lexists(p)]):
             size = len(header.encode(views[0][0], contents, "")) + contents.num_bytes
-            self._make_room(new * size, paths[0])
+            self._make_room(len(new) * size, new[0])
         rows: list[Row] = []
 
         def write(key: ObjectKey, view: memoryview, path: str) -> bool:
@@ -214,7 +214,7 @@ class FileObjects:
     def read(self, key: ObjectKey, into: memoryview) -> None:
         """Read the payload of an object."""
         path = self._path(key)
-        target = into.cast("B") if into.format != "B" or into.ndim != 1 else into
+        target = as_bytes(into)
         common = self._common_headers.get(_kind(key))
         guess = start = common.start if common else header.ALIGNMENT
         with self._opened(path, key) as (descriptor, status):
@@ -429,7 +429,7 @@ class FileObjects:
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with _named(path):
             try:
-                if os.path.dirname(path) not in self._safe:
+                if path.rpartition("/")[0] not in self._safe:
                     self._check_folder(os.path.dirname(path))
                 descriptor = os.open(path, flags)
             except FileNotFoundError:

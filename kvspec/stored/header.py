@@ -64,10 +64,12 @@ def encode(key: ObjectKey, contents: ObjectContents, checksum: str) -> bytes:
     return (size - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little") + text.ljust(size - LENGTH_BYTES)
 
 
-def _own_text(key: ObjectKey, checksum: str) -> bytes:
-    """Return the beginning of a header, up to the quote behind the checksum."""
-    own = {"format": PAGE_FORMAT, "version": HEADER_VERSION, **key._asdict(), "checksum": checksum}
-    return _START + json.dumps(own).encode()[:-1]
+def _own_texts(space: str, group: str, chunk: str) -> tuple[bytes, bytes]:
+    """Return the text of a header before the page, and that between page and checksum."""
+    key = ObjectKey(space, "", group, chunk)
+    own = {"format": PAGE_FORMAT, "version": HEADER_VERSION, **key._asdict(), "checksum": ""}
+    before, page, between = json.dumps(own).encode().removesuffix(b'"}').partition(b'"page": "')
+    return _START + before + page, between
 
 
 @lru_cache(maxsize=1024)
@@ -89,8 +91,7 @@ def _fixed_texts(
     after = b'", ' + json.dumps(facts).encode()[1:] + b"," + json.dumps(tensors).encode()[1:]
     if len(after) > MAX_HEADER // 2:
         raise SpecError("contents", len(contents.tensors), "tensors with a header below 512 KiB")
-    begin, end = _own_text(ObjectKey(space, "", group, chunk), "")[:-1].split(b'"page": "', 1)
-    return begin + b'"page": "', end, after
+    return *_own_texts(space, group, chunk), after
 
 
 def header_bytes(first: bytes | memoryview, place: str) -> int:
@@ -158,13 +159,14 @@ class CommonHeader(NamedTuple):
             head: The header.
             found: The result of `decode`.
         """
-        own = head[:LENGTH_BYTES] + _own_text(found.key, found.checksum)
+        key = found.key
+        before_page, between = _own_texts(key.space, key.group, key.chunk)
+        before_page = head[:LENGTH_BYTES] + before_page
+        own = before_page + key.page.encode() + between + found.checksum.encode("ascii", "replace")
         if len(found.checksum) != _CHECKSUM_DIGITS or not head.startswith(own):
             return None
-        page = own.index(b'"page": "') + len('"page": "')
-        between = own[page + len(found.key.page) : -_CHECKSUM_DIGITS - 1]
-        after = head[len(own) - 1 : found.start]
-        return cls(own[:page], between, after, found.start, found.num_bytes)
+        after = head[len(own) : found.start]
+        return cls(before_page, between, after, found.start, found.num_bytes)
 
     def checksum(self, head: bytes, page: str, file_bytes: int) -> str | None:
         """Return the checksum in a header that `decode` would accept, or None if it must be called.

@@ -167,7 +167,8 @@ class PageIndex:
         """
         with self._changing() as sql:
             spaces = names()
-            which = f"DELETE FROM pages WHERE substr(page, 1, 32) NOT IN ({_marks(spaces)})"  # noqa: S608
+            marks = ",".join("?" * len(spaces))
+            which = f"DELETE FROM pages WHERE substr(page, 1, 32) NOT IN ({marks})"  # noqa: S608
             sql.execute(which, [bytes.fromhex(space) for space in spaces])
             return spaces
 
@@ -388,11 +389,6 @@ def _count_uses(sql: sqlite3.Connection, which: str, *values: object) -> None:
     start = min(max(time.time_ns(), last + 1), _MOST_USED - len(used))
     sql.executemany("UPDATE pages SET used = ? WHERE page = ?", enumerate(used, start))
     sql.execute(f"DELETE FROM pins WHERE {which}", values)  # noqa: S608
-
-
-def _marks(values: Sequence[object]) -> str:
-    """Return a question mark for each value, as SQL has it."""
-    return ",".join("?" * len(values))
 
 
 def _checked(row: Any, *kinds: type) -> Any:  # noqa: ANN401 - the values of any row

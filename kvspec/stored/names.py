@@ -41,6 +41,7 @@ import attrs
 
 from kvspec.errors import SpecError
 from kvspec.inputs import instance, positive_int
+from kvspec.stored.objects import check_digest
 from kvspec.tickets.identity import salt_digest, tokens_of
 from kvspec.tickets.stated import MediaItem, Stated, media_items, sha256_of, text_or_none
 
@@ -49,8 +50,6 @@ if TYPE_CHECKING:
 
 PAGE_NAME_VERSION = 1
 """The version of the definition of a page's name. It is part of each name."""
-_HEX = frozenset("0123456789abcdef")
-_DIGITS = 64
 
 
 @attrs.frozen(kw_only=True)
@@ -171,7 +170,7 @@ def space_of(model: ModelIdentity, placement_digest: str) -> str:
         {
             "version": PAGE_NAME_VERSION,
             "model": model.digest,
-            "placement": _hexadecimal("placement_digest", placement_digest),
+            "placement": check_digest("placement_digest", placement_digest),
         }
     )
 
@@ -205,7 +204,7 @@ class PageNames:
         instance("prompt", prompt, PromptIdentity).check_stated()
         seed = {
             "version": PAGE_NAME_VERSION,
-            "space": _hexadecimal("space", space),
+            "space": check_digest("space", space),
             "page_tokens": positive_int("page_tokens", page_tokens),
             "adapter": prompt.adapter,
             "embeddings": prompt.embeddings,
@@ -266,7 +265,7 @@ def next_names(
     """
     width = 8 * positive_int("page_tokens", page_tokens)
     tokens = tokens_of(token_ids).astype("<i8").tobytes()
-    return _chain(bytes.fromhex(_hexadecimal("last", last)), tokens, width, {}, 0)
+    return _chain(bytes.fromhex(check_digest("last", last)), tokens, width, {}, 0)
 
 
 def page_names(
@@ -309,10 +308,3 @@ def _media_by_page(media: Iterable[MediaItem], page_tokens: int) -> dict[int, by
         page: json.dumps(items, separators=(",", ":")).encode("ascii")
         for page, items in pages.items()
     }
-
-
-def _hexadecimal(field: str, value: object) -> str:
-    text = instance(field, value, str)
-    if len(text) != _DIGITS or not _HEX.issuperset(text):
-        raise SpecError(field, text, f"{_DIGITS} hexadecimal digits in lower case")
-    return text

@@ -296,9 +296,14 @@ def together(
     return [results[at] for at in range(len(arguments))]
 
 
+def as_bytes(view: memoryview) -> memoryview:
+    """Return *view* as a view of single bytes."""
+    return view.cast("B") if view.format != "B" or view.ndim != 1 else view
+
+
 def check_payload(payload: memoryview, contents: ObjectContents) -> memoryview:
     """Return *payload* as bytes. Raise `SpecError` if its length is not that of its contents."""
-    view = payload.cast("B") if payload.format != "B" or payload.ndim != 1 else payload
+    view = as_bytes(payload)
     if view.nbytes != contents.num_bytes:
         raise SpecError("payload", view.nbytes, f"{contents.num_bytes} bytes, as its tensors have")
     return view

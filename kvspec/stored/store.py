@@ -541,22 +541,19 @@ class RankPages:
         objects, slots = self.store.objects, self._saving
         keys = {page: self.store.key(names[page], stored) for page in pages}
         known = self.store.has([names[page] for page in pages], [stored])
-        there = dict(zip(pages, known, strict=True))
-        new = [page for page in pages if not there[page]]
+        new = [page for page, there in zip(pages, known, strict=True) if not there]
         if new:
             requests = store_requests(self.store_plan, stored.group, new, *memory)
             slots.gather(stored, requests, len(new))
-        contents = self.store.contents(stored)
-
         payloads = [(keys[page], slots.payload(stored, slot)) for slot, page in enumerate(new)]
-        created = objects.write_all(payloads, contents)
-        written = [keys[page] for page, own in zip(new, created, strict=True) if own]
-        # Another engine may have written it since.
-        there |= {page: not own for page, own in zip(new, created, strict=True)}
+        created = objects.write_all(payloads, self.store.contents(stored))
+        # Another engine may have written some of them since.
+        written = {key for (key, _), own in zip(payloads, created, strict=True) if own}
+        already_stored = (key for key in keys.values() if key not in written)
         return attrs.evolve(
             saved,
-            written=(*saved.written, *written),
-            already_stored=(*saved.already_stored, *(keys[page] for page in pages if there[page])),
+            written=(*saved.written, *(key for key in keys.values() if key in written)),
+            already_stored=(*saved.already_stored, *already_stored),
             nbytes=saved.nbytes + len(written) * self.store.placement.object_bytes(*stored),
         )
 

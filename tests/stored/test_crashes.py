@@ -108,6 +108,36 @@ def test_a_writer_killed_at_any_step_leaves_no_wrong_page(tmp_path: Path) -> Non
     assert 0 < stored < count[0]
 
 
+def test_a_writer_killed_in_a_batch_leaves_whole_pages(tmp_path: Path) -> None:
+    pages = range(6)
+    payloads = [(key(page), payload(page)) for page in pages]
+
+    def write(place: Path, call: int) -> None:
+        objects = FileObjects(place)
+        objects.threads = 1
+        with killed_before(call):
+            objects.write_all(payloads, CONTENTS)
+
+    counted = FileObjects(tmp_path / "counted")
+    counted.threads = 1
+    with killed_before(0) as count:
+        counted.write_all(payloads, CONTENTS)
+    numbers = set()
+    for call in range(1, count[0], 3):
+        place = tmp_path / str(call)
+        _, status = os.waitpid(child(lambda at=place, n=call: write(at, n)), 0)  # type: ignore[misc]
+        assert os.WIFSIGNALED(status), f"call {call} of {count[0]} was not reached"
+        objects = FileObjects(place)
+        stored = [right(objects, page) for page in pages]
+        numbers.add(sum(stored))
+        created = objects.write_all(payloads, CONTENTS)
+        assert created == [not there for there in stored]
+        assert all(right(objects, page) for page in pages)
+        assert has(objects, [key(page) for page in pages]) == [True] * len(pages)
+        objects.close()
+    assert len(numbers) >= len(pages)
+
+
 def killed_at_random_times(place: Path, times: int) -> None:
     chance = random.Random(times)
     seen = 0

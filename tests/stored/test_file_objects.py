@@ -155,6 +155,14 @@ def test_a_reader_that_knows_the_header_judges_as_a_new_one(store: FileObjects) 
     assert bytes(payload(2)) in outcomes
 
 
+def test_a_checksum_that_is_no_text_is_damage(store: FileObjects) -> None:
+    put(store, 1)
+    head = encode(key(1), CONTENTS, "\\ud800" * 32)
+    file_of(store, 1).write_bytes(head + bytes(payload(1)))
+    assert decode(head, len(head) + SIZE, "x").checksum == "\ud800" * 32
+    assert problem(store, 1) == ("damaged", "checksum")
+
+
 def changed(objects: FileObjects, page: int, offset: int, value: bytes) -> None:
     with file_of(objects, page).open("r+b") as file:
         file.seek(offset)
@@ -279,6 +287,52 @@ def test_a_full_disk_is_known_before_a_byte_is_visible(
     assert caught.value.problem == "full"
     assert has(store, [key(1)]) == [False]
     assert [*store.strays()] == []
+
+
+@pytest.mark.parametrize("kind", ["memory", "files", "bucket"])
+def test_objects_of_a_batch_are_written_once(kind: str, tmp_path: Path) -> None:
+    objects: Objects = FileObjects(tmp_path)
+    if kind != "files":
+        objects = MemoryObjects() if kind == "memory" else BucketObjects(MemoryStore())
+    put(objects, 3, 70)
+    payloads = [(key(page), payload(page)) for page in range(100)]
+    created = objects.write_all(payloads, CONTENTS)
+    assert [page for page, new in enumerate(created) if not new] == [3, 70]
+    assert has(objects, [key(page) for page in range(101)]) == [True] * 100 + [False]
+    assert all(get(objects, page) == bytes(payload(page)) for page in range(100))
+    assert objects.write_all([], CONTENTS) == []
+    with pytest.raises(SpecError, match="payload"):
+        objects.write_all([(key(101), payload(101)), (key(102), payload(102)[1:])], CONTENTS)
+
+
+def test_a_batch_that_fails_notes_what_it_has_written(
+    store: FileObjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, left = os.link, [5]
+
+    def full_after_some(*arguments: object, **keywords: object) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(28, "No space left on device")
+        link(*arguments, **keywords)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "link", full_after_some)
+    with pytest.raises(StoreError, match="full"):
+        store.write_all([(key(page), payload(page)) for page in range(12)], CONTENTS)
+    known = has(store, [key(page) for page in range(12)])
+    assert sum(known) == 5
+    assert store.num_bytes() == 5 * (SIZE + 4096)
+    assert [*store.strays()] == []
+    assert [problem(store, page) for page in range(12) if not known[page]] == [
+        ("absent", "object")
+    ] * 7
+
+
+def test_a_batch_evicts_as_its_objects_one_by_one(tmp_path: Path) -> None:
+    objects = FileObjects(tmp_path, limit=4 * (SIZE + 4096))
+    created = objects.write_all([(key(page), payload(page)) for page in range(10)], CONTENTS)
+    assert created == [True] * 10
+    assert has(objects, [key(page) for page in range(10)]) == [False] * 6 + [True] * 4
 
 
 def test_the_index_may_be_lost_or_corrupt(tmp_path: Path) -> None:
