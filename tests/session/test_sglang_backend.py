@@ -11,6 +11,7 @@ import attrs
 import numpy as np
 import pytest
 import sglang_like as like
+from fake_servers import answers, servers
 from sglang_serving import (
     HEADS,
     LAYERS,
@@ -57,7 +58,7 @@ TOKENS = list(range(100, 137))
 ROOM = 77
 
 
-def prefill(engine: Engine, server: tickets.TicketServer, asked: Any, room: int = ROOM) -> Any:
+def prefill(engine: Engine, server: Any, asked: Any, room: int = ROOM) -> Any:
     """Compute a prompt in two chunks on all ranks, and return the senders."""
     own, count = pages_of(engine, len(asked.origin_input_ids)), len(asked.origin_input_ids)
     engine.fill(own, count, seed=room)
@@ -855,6 +856,21 @@ def test_ticket_is_published_again_if_its_server_does_not_answer_at_once() -> No
         again = tickets.TicketServer(host, int(port))
         until(WAITING, receivers(second, again.address, ROOM, request(TOKENS)))
         again.close()
+
+
+def test_prompts_fail_at_once_if_another_program_answers_in_place_of_the_server() -> None:
+    """Each of them fails: the thread that publishes tickets goes on."""
+    with servers(answers(b"hello")) as other:
+        address = other.url.removeprefix("http://")
+        engine = Engine(1, 16, int(address.rpartition(":")[2]))
+        try:
+            for room in (ROOM, ROOM + 1):
+                (sent,) = prefill(engine, SimpleNamespace(address=address), request(TOKENS), room)
+                until(FAILED, [sent])
+                assert isinstance(sent.error, kvspec.SpecError)
+                assert "ticket" == sent.error.field
+        finally:
+            engine.close()
 
 
 def test_weights_have_no_name_before_their_last_part_is_loaded() -> None:

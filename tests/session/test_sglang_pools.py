@@ -40,6 +40,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # SGLang warns of each kernel that a CPU does not have.
     pytest.importorskip("sglang", reason="SGLang is not installed")
     import torch
+    from sglang.kernels.ops.kvcache import mla_buffer
     from sglang.srt.configs import mamba_utils
     from sglang.srt.disaggregation import prefill, utils
     from sglang.srt.layers.attention.dsa import dsa_indexer
@@ -255,6 +256,104 @@ def test_draft_of_eagle_moves_with_the_slots_of_its_model(model: Model) -> None:
     for found, whole in ((target, model.kv), (draft, truth)):
         for part, buffer in zip("kv", found.get_kv_buffer(0), strict=True):
             assert torch.equal(whole[part], buffer[consumer.slots])
+
+
+def latents_of(side: SimpleNamespace, rank: RankId, latents: Any, patch: pytest.MonkeyPatch) -> Any:
+    """Return the pool of a context rank. SGLang stores *latents* in it, if there are any."""
+    own = SimpleNamespace(
+        attn_dcp_size=side.dcp, dcp_enabled=side.dcp > 1, attn_dcp_rank=rank.tp % side.dcp
+    )
+    for module in (memory_pool, mla_buffer):
+        patch.setattr(module, "get_parallel", lambda: own)
+    pool = memory_pool.MLATokenToKVPool(
+        256, side.page, torch.bfloat16, kv_lora_rank=32, qk_rope_head_dim=16, layer_num=1,
+        enable_memory_saver=False, **CPU,
+    )  # fmt: skip
+    if latents is not None:
+        parts = (part.contiguous() for part in latents.split((32, 16), -1))
+        pool.set_mla_kv_buffer(SimpleNamespace(layer_id=0), side.slots, *parts)
+    return pool
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [((4, 2, 4), (1, 1, 16)), ((1, 1, 1), (2, 2, 16)), ((4, 4, 2), (4, 2, 8))]
+)
+def test_context_ranks_have_the_latents_that_sglang_would_store(
+    first: tuple[int, int, int], second: tuple[int, int, int], model: Model,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A side has (TP ranks, context ranks, page). Consecutive tokens lie on consecutive ranks."""
+    sides = []
+    for seed, (tp, dcp, page) in enumerate((first, second)):
+        side = SimpleNamespace(dcp=dcp, page=page, slots=slots(page * dcp, seed))
+        parallel = adapter.parallel_config(tp, dcp_size=dcp)
+        wanted = {rank: latents_of(side, rank, model.latent[0], monkeypatch)
+                  for rank in parallel.ranks}  # fmt: skip
+        empty = {rank: latents_of(side, rank, None, monkeypatch) for rank in parallel.ranks}
+        side.pools, side.wanted = (wanted, {}) if seed == 0 else (empty, wanted)
+        side.engine = adapter.engine_spec(side.pools[RankId()], parallel=parallel)
+        side.caches = {rank: adapter.rank_cache(side.engine, rank, pool)
+                       for rank, pool in side.pools.items()}  # fmt: skip
+        side.tables = adapter.block_tables(side.engine, side.slots)
+        sides.append(side)
+    producer, consumer = sides
+    move(producer, consumer)  # type: ignore[arg-type]
+    for rank, pool in consumer.wanted.items():
+        (stored,), (found,) = pool.kv_buffer, consumer.pools[rank].kv_buffer
+        own = (stored != 0).any(-1).any(-1)
+        assert own.sum() >= TOKENS // second[1]
+        assert torch.equal(stored[own], found[own])
+
+
+WINDOW = 20
+
+
+@pytest.mark.parametrize(("first", "second"), [((1, 16), (2, 4)), ((2, 1), (1, 16))])
+def test_sglang_finds_keys_and_values_in_windows_with_slots_of_their_own(
+    first: tuple[int, int], second: tuple[int, int], model: Model
+) -> None:
+    """Layer 0 has a window. SGLang has freed the pages of the window that no query reads."""
+    sides = []
+    for seed, (tp, page) in enumerate((first, second)):
+        parallel, own = adapter.parallel_config(tp), slots(page, seed)
+        pools = {
+            rank: swa_memory_pool.SWAKVPool(
+                size=128, size_swa=128, page_size=page, dtype=torch.bfloat16,
+                head_num=HEADS // tp, head_dim=SIZE, swa_attention_layer_ids=[0],
+                full_attention_layer_ids=[1], **CPU,
+            )
+            for rank in parallel.ranks
+        }  # fmt: skip
+        first_live = (TOKENS - WINDOW + 1) // page * page
+        table = torch.zeros(256, dtype=torch.int64)
+        table[own[first_live:]] = slots(page, seed + 7)[first_live:]
+        for pool in pools.values():
+            pool.register_mapping(table)
+        window = pools[RankId()].translate_loc_from_full_to_swa(own)
+        engine = adapter.engine_spec(
+            pools[RankId()], parallel=parallel, total_num_kv_heads=HEADS, sliding_window=WINDOW
+        )
+        caches = {rank: adapter.rank_cache(engine, rank, pool) for rank, pool in pools.items()}
+        tables = adapter.block_tables(engine, {"full": own, "swa": window})
+        sides.append(SimpleNamespace(
+            engine=engine, caches=caches, tables=tables, pools=pools, slots=own, window=window,
+            tp=tp,
+        ))  # fmt: skip
+    producer, consumer = sides
+    for rank, pool in producer.pools.items():
+        own = [model.kv[part].chunk(producer.tp, 1)[rank.tp] for part in "kv"]
+        for layer in range(2):
+            where = memory_pool.KVWriteLoc(producer.slots, producer.window)
+            pool.set_kv_buffer(SimpleNamespace(layer_id=layer), where, *own)
+    move(producer, consumer)  # type: ignore[arg-type]
+    for rank, pool in consumer.pools.items():
+        for layer, live in ((0, TOKENS - WINDOW + 1), (1, 0)):
+            places = consumer.slots if layer else consumer.window
+            for part, buffer in zip("kv", pool.get_kv_buffer(layer), strict=True):
+                wanted = model.kv[part].chunk(consumer.tp, 1)[rank.tp]
+                assert torch.equal(wanted[live:], buffer[places[live:]])
+        # Page 0 takes the tokens of which no query reads a window.
+        assert not pool.get_key_buffer(0)[: pool.page_size].any()
 
 
 def sparse(tp: int, page: int) -> Any:

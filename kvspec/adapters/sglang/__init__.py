@@ -1,10 +1,9 @@
 """Describe an SGLang engine: its specs, its memory and its block tables.
 
-The adapter describes `python/sglang/srt/mem_cache/memory_pool.py` and `allocator/dcp.py` of
-SGLang 0.5.23. Its engines ran on a CPU with plain pools. Its pools of states, of indexers and of
-sparse layers were built on a CPU, and written and read by SGLang's own code. Pools with context
-ranks, `SWAKVPool` and pools of drafts were read, not run. Nothing of SGLang is imported, except by
-`plugin`, which SGLang loads as its transfer backend.
+The adapter describes `python/sglang/srt/mem_cache/memory_pool.py` and `swa_memory_pool.py` of
+SGLang 0.5.23. Its engines ran on a CPU with plain pools. Its other pools were built on a CPU, and
+written and read by SGLang's own code. Nothing of SGLang is imported, except by `plugin`, which
+SGLang loads as its transfer backend.
 
 How it works:
     SGLang has no block tables. A rank has a token pool: for each layer, a buffer with one slot for

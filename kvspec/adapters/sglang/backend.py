@@ -276,7 +276,8 @@ class Manager:
                     if post.outdated or time.monotonic() > deadline:
                         raise
                     time.sleep(PAUSE)
-        except (KVSpecError, OSError) as error:
+        # An error would end the thread, and no later ticket would be published.
+        except Exception as error:  # noqa: BLE001 - the server may be anything
             ticket = isinstance(post.what, PrefillTicket) and not post.outdated
             if ticket and post.transfer is not None:
                 # Nobody will find the ticket, so the prompt need not wait for its lease.

@@ -551,8 +551,10 @@ def _ask(
         raise SpecError("ticket", response.status, rule=_why(content))
     if response.status != http.client.OK:
         raise SpecError("ticket", f"{response.status} {content[:1000]!r}", "an answer of 200")
-    answer: dict[str, Any] = json.loads(content)
-    return answer
+    try:
+        return dict(mapping("ticket", json.loads(content), "names to values"))
+    except (ValueError, RecursionError) as error:  # `SpecError` is a ValueError.
+        raise SpecError("ticket", content[:1000], "an object in JSON") from error
 
 
 def _why(content: bytes) -> str:
