@@ -150,7 +150,8 @@ def from_config(
     check_agreement(read, row.products, row.only, row.ints)
     check_keys(read, row.reads, row.names[0])
     closed = row.compressed is not None
-    kinds = kinds_of(read, row.kinds, row.counted, row.types, ruled=row.ruled, closed=closed)
+    ruled = row.ruled if isinstance(row.ruled, bool) else text.get(row.ruled) is not None
+    kinds = kinds_of(read, row.kinds, row.counted, row.types, ruled=ruled, closed=closed)
     if not row.indexer and not row.index_keys:
         check_windows(read, row.kinds, kinds)
     if row.latents:
