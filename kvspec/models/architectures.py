@@ -842,22 +842,22 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     ),
 )
 
-_TWO_CACHES = "its layers that have both attention and a recurrent state"
+_CONVOLVED = "its convolutions, whose inputs vLLM keeps as a window and SGLang as a state"
 _ENCODER = "its encoder, whose keys belong to the input and not to tokens"
 
 # Architectures that engines serve and kvspec does not describe, and what is missing.
 NOT_YET: Mapping[str, str] = {
     name: reason
     for names, reason in (
-        ("ZambaForCausalLM zamba", _TWO_CACHES),
-        ("ZayaForCausalLM zaya", _TWO_CACHES),
+        ("ZambaForCausalLM zamba", "names of its layers, since vLLM and SGLang have no such class"),
+        ("ZayaForCausalLM zaya", "its state of convolved queries and keys"),
         (
             "InklingForCausalLM InklingForConditionalGeneration inkling_text inkling_mm_model",
-            _TWO_CACHES,
+            _CONVOLVED,
         ),
         (
             "Inkling2ForCausalLM Inkling2ForConditionalGeneration inkling2 inkling2_text",
-            _TWO_CACHES,
+            _CONVOLVED,
         ),
         (
             "Step5ForCausalLM Step5ForConditionalGeneration step5",
