@@ -220,7 +220,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax_m3_vl_text, nested": (
         "minimax_m3_vl_text",
         {"sparse_attention_config": {
-            "sparse_attention_freq": [0, 1, 1, 0, 1, 1, 1, 1], "sparse_index_dim": 64}},
+            "sparse_attention_freq": [0, 1, 1, 0, 1, 1, 1, 1], "sparse_index_dim": 64,
+            "sparse_disable_index_value": [0, 1, 1, 0, 1, 1, 1, 1]}},
     ),
     "cohere2_moe, dense layers": ("cohere2_moe", {"first_k_dense_replace": 3}),
     "lfm2, attention layers": ("lfm2", {"full_attn_idxs": [2, 5], "conv_L_cache": 3}),

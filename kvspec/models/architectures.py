@@ -135,7 +135,8 @@ class Architecture:
             supply a constant, which may be another one for each class and version. For other rows,
             the class supplies ``num_attention_heads`` for the KV heads, and ``hidden_size`` divided
             by it for the head size.
-        ruled: Whether some engines follow the rule even if the config has ``layer_types``.
+        ruled: Whether some engines follow the rule even if the config has ``layer_types``. If it is
+            a field, they do so only if the config has the field.
         products: Products of fields that must be equal if the config has all of them, because
             engines read different ones, such as ``2*num_layers``.
         only: The only value of a field besides null on which engines agree, and what they do with
@@ -167,7 +168,7 @@ class Architecture:
     wider: int = attrs.field(default=0, kw_only=True)
     shared: bool = attrs.field(default=False, kw_only=True)
     required: tuple[str, ...] = attrs.field(default=(), kw_only=True)
-    ruled: bool = attrs.field(default=False, kw_only=True)
+    ruled: bool | str = attrs.field(default=False, kw_only=True)
     products: Mapping[str, str] = attrs.field(factory=dict, kw_only=True)
     only: Mapping[str, tuple[object, str]] = attrs.field(factory=dict, kw_only=True)
     ints: tuple[str, ...] = attrs.field(default=(), kw_only=True)
@@ -552,6 +553,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         MLA,
         indexer=_INDEXER,
         ints=("index_topk_freq",),
+        only={"cli_factor": (1, "SGLang shares indexers by it, and vLLM does not")},
         defaults={"index_head_dim": 128},
     ),
     Architecture("AXK2ForCausalLM axk2", MLA, indexer=_INDEXER, defaults={"index_head_dim": 128}),
@@ -570,6 +572,10 @@ ARCHITECTURES: tuple[Architecture, ...] = (
             "compressed_sparse_attention": SPARSE_RATIO,
             "heavily_compressed_attention": HEAVY_RATIO,
         },
+        only={
+            "compress_rate_csa": (4, "vLLM has no other rate"),
+            "compress_rate_hca": (128, "vLLM has no other rate"),
+        },
         defaults={"head_dim": 512, "sliding_window": 128, "index_head_dim": 128},
     ),
     Architecture(
@@ -583,6 +589,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Architecture(
         "Qwen3NextForCausalLM qwen3_next",
         every("full_attention_interval", "state"),
+        ruled="full_attention_interval",
         required=_BOTH,
         state=State(*_DELTA_NET),
         defaults=_QWEN_NEXT,
@@ -591,6 +598,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         "Qwen3_5ForConditionalGeneration Qwen3_5ForCausalLM qwen3_5 qwen3_5_text"
         " Qwen3_5MoeForConditionalGeneration Qwen3_5MoeForCausalLM qwen3_5_moe qwen3_5_moe_text",
         every("full_attention_interval", "state"),
+        ruled="full_attention_interval",
         required=_BOTH,
         state=State(*_DELTA_NET, ssm_field="mamba_ssm_dtype"),
         defaults=_QWEN_NEXT,
@@ -834,22 +842,22 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     ),
 )
 
-_TWO_CACHES = "its layers that have both attention and a recurrent state"
+_CONVOLVED = "its convolutions, whose inputs vLLM keeps as a window and SGLang as a state"
 _ENCODER = "its encoder, whose keys belong to the input and not to tokens"
 
 # Architectures that engines serve and kvspec does not describe, and what is missing.
 NOT_YET: Mapping[str, str] = {
     name: reason
     for names, reason in (
-        ("ZambaForCausalLM zamba", _TWO_CACHES),
-        ("ZayaForCausalLM zaya", _TWO_CACHES),
+        ("ZambaForCausalLM zamba", "names of its layers, since vLLM and SGLang have no such class"),
+        ("ZayaForCausalLM zaya", "its state of convolved queries and keys"),
         (
             "InklingForCausalLM InklingForConditionalGeneration inkling_text inkling_mm_model",
-            _TWO_CACHES,
+            _CONVOLVED,
         ),
         (
             "Inkling2ForCausalLM Inkling2ForConditionalGeneration inkling2 inkling2_text",
-            _TWO_CACHES,
+            _CONVOLVED,
         ),
         (
             "Step5ForCausalLM Step5ForConditionalGeneration step5",

@@ -86,8 +86,8 @@ def from_config(
 
     The layers have the names that vLLM gives them. If the text model is nested, the names begin
     with ``language_model.``. Layers pair by name, so both engines need the same names. Draft (MTP)
-    layers are not included. Windows are vLLM's too. SGLang gives MiMo-V2, Step-3.5 and EXAONE-MoE
-    one token more, and transformers gives Cohere 2 one token less.
+    layers are not included. Windows are vLLM's too. SGLang gives MiMo-V2, Step-3.5, EXAONE-MoE and,
+    with FlashAttention, Gemma 3n one token more, and transformers gives Cohere 2 one token less.
 
     Args:
         config: A parsed ``config.json``, its path, or the path of its folder. For a multimodal
@@ -96,10 +96,12 @@ def from_config(
             compressors and rings have blocks of their own, as in vLLM.
         dtype: Element type of the attention cache. By default the dtype of the config, or
             float8_e4m3fn if a checkpoint of ModelOpt or compressed-tensors declares an fp8 cache.
-            If engines choose different types, as for float32, pass this argument. A latent has this
-            type too, so the rows of ``fp8_ds_mla``, which contain scales, need specs of your own.
-            On GPUs of compute capability 10, engines keep 8-bit latents for some models with an
-            indexer (GLM-5 in vLLM, all in SGLang) unless you choose the type: choose it there.
+            DeepSeek-V4 and V4.1 have no default. If engines choose different types, as for float32,
+            pass this argument. A latent has this type too, so the rows of ``fp8_ds_mla``, which
+            contain scales, need specs of your own.
+            On GPUs of compute capability 10 (SGLang: 10 or later), engines keep 8-bit latents for
+            some models with an indexer (vLLM: GLM-5, SGLang: all without attention sinks) unless
+            you choose the type: choose it there.
             Recurrent states have the same type, unless it is an 8-bit type. Engines use 8-bit types
             only for attention, so the states then have the dtype of the config. It must have one.
         ssm_dtype: Element type of the temporal state. By default that of vLLM: for Qwen3.5 the
@@ -113,6 +115,7 @@ def from_config(
         (mamba, gated_delta_net, delta_attention, linear_attention or short_conv), cross_attention,
         indexer, and ring. DeepSeek-V4 has mla, sliding_window, compressor_4 and compressor_128
         instead, and DeepSeek-V4.1 has mla, sliding_window and ring.
+        Its indexer keys are vLLM's 8-bit ones. SGLang keeps 4-bit ones.
         Layers of one kind with different heads are one group of
         `UniformTypeKVCacheSpecs`.
 
@@ -150,7 +153,8 @@ def from_config(
     check_agreement(read, row.products, row.only, row.ints)
     check_keys(read, row.reads, row.names[0])
     closed = row.compressed is not None
-    kinds = kinds_of(read, row.kinds, row.counted, row.types, ruled=row.ruled, closed=closed)
+    ruled = row.ruled if isinstance(row.ruled, bool) else text.get(row.ruled) is not None
+    kinds = kinds_of(read, row.kinds, row.counted, row.types, ruled=ruled, closed=closed)
     if not row.indexer and not row.index_keys:
         check_windows(read, row.kinds, kinds)
     if row.latents:
@@ -328,7 +332,7 @@ class _Model:
     def _latent(self) -> MLAAttentionSpec:
         # If a config has this, vLLM's class of DeepSeek-V3 makes the indexers of DeepSeek-V3.2.
         if not self.row.indexer and self.read.get("index_topk") is not None:
-            rule = f"{self.row.names[0]} has no indexers: use the class of DeepSeek-V3.2"
+            rule = f"not yet: indexers of {self.row.names[0]}. DeepSeek-V3.2 has its own class"
             raise SpecError("index_topk", self.read.get("index_topk"), rule=rule)
         # The latent of a token is the compressed key and value, followed by the rotary key.
         # GLM-5.3-Flash has no rotary key.

@@ -493,17 +493,23 @@ def window_sizes(read: ModelConfig, kinds: list[str]) -> Mapping[int, Mapping[st
 
 
 def other_setting(read: ModelConfig, kinds: list[str]) -> Mapping[int, Mapping[str, object]]:
-    """Give the layers with a window the heads of ``attention_other_setting``."""
+    """Give the layers with a window the query heads of ``attention_other_setting``.
+
+    vLLM 0.32 and SGLang also read the KV heads of the dict. vLLM 0.33 and transformers do not.
+    """
     setting = read.get("attention_other_setting")
     if setting is None:
         return {}
     if not isinstance(setting, Mapping) or setting.get("attention_type") != "sliding_attention":
         expected = "a dict with attention_type 'sliding_attention'"
         raise SpecError("attention_other_setting", setting, expected)
-    names = {"num_key_value_heads": "num_attention_groups", "head_dim": "head_dim"}
+    for name, key in (("num_key_value_heads", "num_attention_groups"), ("head_dim", "head_dim")):
+        if setting.get(key) not in (None, read.get(name)):
+            rule = f"must equal {name}={read.get(name)}, because only some engines read it"
+            raise SpecError(f"attention_other_setting.{key}", setting[key], rule=rule)
     # Without a head size, it is the hidden size divided by the heads of the layer.
-    names["num_attention_heads"] = "num_attention_heads"
-    own = {name: setting[key] for name, key in names.items() if setting.get(key)}
+    heads = setting.get("num_attention_heads")
+    own = {"num_attention_heads": heads} if heads else {}
     return {index: own for index, kind in enumerate(kinds) if kind == "sliding_window"}
 
 
@@ -688,18 +694,33 @@ def indexed_layers(read: ModelConfig, kinds: list[str]) -> list[int]:
 def sparse_layers(read: ModelConfig, kinds: list[str]) -> list[int]:
     """Return the layers with keys for an indexer, of a model whose other layers are dense.
 
-    >>> nested = {"sparse_attention_config": {"sparse_attention_freq": [0, 1]}}
-    >>> sparse_layers(ModelConfig(nested, {}), ["full", "full"])
+    >>> flags = {"sparse_attention_freq": [0, 1], "sparse_disable_index_value": [0, 1]}
+    >>> sparse_layers(ModelConfig({"sparse_attention_config": flags}, {}), ["full", "full"])
     [1]
     """
-    layers = len(kinds)
-    types = read.get("layer_types")
+    layers, types = len(kinds), read.get("layer_types")
+    listed = None
     if isinstance(types, list):
-        return [index for index in range(layers) if types[index] == SPARSE]
-    nested = read.get("sparse_attention_config")
-    flags = nested.get("sparse_attention_freq") if isinstance(nested, Mapping) else None
+        listed = [index for index in range(layers) if types[index] == SPARSE]
+        if read.get("sparse_attention_config") is None:
+            return listed
+    flagged = _flagged_layers(read, "sparse_attention_freq", layers)
+    if listed not in (None, flagged):
+        rule = "sparse_attention_config describes other layers, and engines follow different fields"
+        raise SpecError("layer_types", types, rule=rule)
+    without_values = "sparse_disable_index_value"
+    if flagged and not set(flagged) <= set(_flagged_layers(read, without_values, layers)):
+        field = f"sparse_attention_config.{without_values}"
+        rule = "each sparse layer needs a flag: without it, only SGLang keeps values of the indexer"
+        raise SpecError(field, _nested(read.values, field), rule=rule)
+    return flagged
+
+
+def _flagged_layers(read: ModelConfig, name: str, layers: int) -> list[int]:
+    """Return the layers for which the list *name* of ``sparse_attention_config`` has a flag."""
+    field = f"sparse_attention_config.{name}"
+    flags = _nested(read.values, field)
     if not isinstance(flags, list) or len(flags) != layers:
-        field = "sparse_attention_config.sparse_attention_freq"
         raise SpecError(field, flags, f"num_hidden_layers={layers} flags")
     return [index for index, flag in enumerate(flags) if flag]
 

@@ -167,6 +167,27 @@ DIFFERENT: list[tuple[str, dict[str, object], str]] = [
     ("gemma4_text", {"per_layer_config": None, "global_head_dim": None}, "global_head_dim"),
     ("glm_moe_dsa", {"index_topk_freq": None}, "index_topk_freq"),
     ("step3p7", {"att_impl_type": "MFA"}, "att_impl_type"),
+    # SGLang and vLLM 0.32 take the KV heads of windows from the dict. vLLM 0.33 and transformers
+    # do not.
+    ("step3p7", {"attention_other_setting": {"attention_type": W, "num_attention_groups": 4}},
+     "attention_other_setting.num_attention_groups"),
+    ("step3p7", {"attention_other_setting": {"attention_type": W, "head_dim": 8}},
+     "attention_other_setting.head_dim"),
+    # SGLang follows the interval, and the others layer_types.
+    ("qwen3_next", {"full_attention_interval": 2}, "layer_types"),
+    ("qwen3_5_text", {"full_attention_interval": 2}, "layer_types"),
+    ("qwen3_5", {"full_attention_interval": 2}, "layer_types"),
+    # vLLM and SGLang follow the flags, and transformers layer_types.
+    ("minimax_m3_vl_text, nested", {"layer_types": [F] * 8}, "layer_types"),
+    # SGLang also keeps values for the indexers of these layers.
+    ("minimax_m3_vl_text, nested", {"sparse_attention_config": {
+        "sparse_attention_freq": [0] * 7 + [1], "sparse_disable_index_value": [1] * 7 + [0],
+        "sparse_index_dim": 64}}, "sparse_attention_config.sparse_disable_index_value"),
+    # Only SGLang shares indexers by this field.
+    ("glm_moe_dsa", {"cli_factor": 2}, "cli_factor"),
+    # vLLM has no kernel for these rates, and transformers uses them.
+    ("deepseek_v4", {"compress_rate_csa": 8}, "compress_rate_csa"),
+    ("deepseek_v4", {"compress_rate_hca": 64}, "compress_rate_hca"),
 ]  # fmt: skip
 
 
@@ -175,8 +196,9 @@ def test_from_config_refuses_fields_that_engines_read_in_different_ways(
     name: str, change: dict[str, object], field: str
 ) -> None:
     """The config without the change has an answer."""
-    models.from_config(config_of(name, {}), dtype="bfloat16")
-    error = refusal(lambda: models.from_config(config_of(name, change), dtype="bfloat16"))
+    sizes = {"dtype": "bfloat16", "block_size": 128}
+    models.from_config(config_of(name, {}), **sizes)
+    error = refusal(lambda: models.from_config(config_of(name, change), **sizes))
     assert field == error.field
 
 
