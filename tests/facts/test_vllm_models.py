@@ -32,7 +32,6 @@ TYPES: dict[str, dict[str, Any]] = json.loads(gzip.decompress(GOLDEN.read_bytes(
 
 # The model types with recurrent layers that vLLM serves, and the modules and classes that do it.
 STATES = {
-    "falcon_h1": "model_executor.models.falcon_h1.FalconH1ForCausalLM",
     "falcon_mamba": "model_executor.models.mamba.MambaForCausalLM",
     "granitemoehybrid": "model_executor.models.granitemoehybrid.GraniteMoeHybridForCausalLM",
     "jamba": "model_executor.models.jamba.JambaForCausalLM",
@@ -44,7 +43,6 @@ STATES = {
     "olmo_hybrid": "model_executor.models.olmo_hybrid.OlmoHybridForCausalLM",
     "qwen3_5_text": "model_executor.models.qwen3_5.Qwen3_5ForCausalLM",
     "qwen3_next": "model_executor.models.qwen3_next.Qwen3NextForCausalLM",
-    "zamba2": "model_executor.models.zamba2.Zamba2ForCausalLM",
 }
 
 
