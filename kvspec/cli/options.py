@@ -42,7 +42,7 @@ KEYS = {
     "layout": "layout",
     "dtype": "dtype",
 }
-_TEXTS = {"layout", "dtype"}
+_TEXT_KEYS = {"layout", "dtype"}
 # The fields of each engine that its words do not set. The sizes and the layouts differ, so that
 # the commands without options show more than a copy.
 DEFAULTS: dict[str, dict[str, int | str]] = {
@@ -145,7 +145,7 @@ def engine_words(side: str, words: str) -> dict[str, int | str]:
         if key in seen:
             raise SpecError(f"{side}.{key}", value, rule="each key may be set only once")
         seen.add(key)
-        fields[KEYS[key]] = value if key in _TEXTS else whole(f"{side}.{key}", value)
+        fields[KEYS[key]] = value if key in _TEXT_KEYS else whole(f"{side}.{key}", value)
     return fields
 
 

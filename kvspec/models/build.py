@@ -373,8 +373,9 @@ class _Model:
         sizes = {name: self.read.product(key) for name, key in state.fields.items()}
         build: Callable[..., MambaSpec] = getattr(MambaSpec, state.kind)
         options: dict[str, object] = {"dtype": self.state_dtype}
-        # Linear attention has no convolution, and a short convolution no temporal state.
-        if state.kind != "linear_attention":
+        # Linear attention has no convolution, and a short convolution no temporal state. vLLM's
+        # Mamba1 has no rows for speculative tokens (`MambaStateShapeCalculator`).
+        if state.kind not in ("linear_attention", "mamba1"):
             options["num_speculative_tokens"] = self.num_speculative_tokens
         if state.kind != "short_conv":
             options["ssm_dtype"] = self.ssm_dtype
