@@ -254,7 +254,8 @@ def _confused() -> Iterator[PromptPair]:
         for joint in _JOINTS:
             one = {first: f"x{joint}y", second: "z"}
             other = {first: "x", second: f"y{joint}z"}
-            yield _confusing(*sorted((first, second), key=fields.index), (one, other))
+            before, behind = sorted((first, second), key=fields.index)
+            yield _confusing(before, behind, (one, other))
 
 
 def _confusing(first: str, second: str, texts: tuple[dict[str, Any], ...]) -> PromptPair:
