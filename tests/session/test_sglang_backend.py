@@ -510,6 +510,20 @@ def test_model_without_attention_layer_of_the_pool_is_refused() -> None:
         described(model=model(layers=1))
 
 
+def test_model_whose_layers_have_states_alone_is_refused() -> None:
+    """SGLang then has no buffers of keys."""
+
+    def states(tp: int, page: int) -> Any:
+        pool = hybrid(tp, page)
+        pool.full_kv_pool.k_buffer = pool.full_kv_pool.v_buffer = []
+        pool.full_attention_layer_id_mapping = {}
+        return pool
+
+    with pytest.raises(kvspec.SpecError) as caught:
+        described(pool=states, state_types=("mamba",))
+    assert ("token_to_kv_pool", "HybridLinearKVPool") == (caught.value.field, caught.value.value)
+
+
 def test_layer_with_other_kv_heads_than_the_model_is_refused() -> None:
     """If each rank holds one head, the pool does not show which. MiMo-V2 has such layers."""
     other = model()

@@ -22,7 +22,7 @@ from kvspec.adapters.attention_modules import (
 )
 from kvspec.adapters.field_reader import FieldReader
 from kvspec.adapters.sglang.engine import engine_spec, parallel_config
-from kvspec.adapters.sglang.pools import FULL_GROUP, STATE, WINDOW, read_pools
+from kvspec.adapters.sglang.pools import FULL_GROUP, STATE, WINDOW, TokenPool, read_pools
 from kvspec.adapters.sglang.request_identity import STARTED
 from kvspec.adapters.sglang.tables import state_table
 from kvspec.adapters.sglang.tensors import rank_cache
@@ -306,7 +306,7 @@ def describe(around: Surroundings, settings: BackendSettings) -> RankCache:
         if pool.scales is not None or "float8" in pool.dtype:
             wanted = "a type without scales: not yet run with kvspec"
             raise SpecError(f"{pool.path}.dtype", pool.dtype, wanted)
-    (whole,) = [pool for pool in pools if pool.group == FULL_GROUP]
+    whole = _attending(around.pool, pools)
     layers = dict(_layers(around.model))
     row = whole.latent_size or whole.shape("k" if whole.has_heads else "latent")[2]
     contents: dict[str, KeyContent] = {}
@@ -355,6 +355,15 @@ def describe(around: Surroundings, settings: BackendSettings) -> RankCache:
         state_name=settings.state_name,
     )
     return rank_cache(engine, RankId(tp=around.tp_rank), around.pool, windows=windows)
+
+
+def _attending(fields: Any, pools: tuple[TokenPool, ...]) -> TokenPool:
+    """Return the layers that attend, of those of *fields*, one of SGLang's pools."""
+    for pool in pools:
+        if pool.group == FULL_GROUP:
+            return pool
+    wanted = "a pool with layers that attend; not yet: models with states alone"
+    raise SpecError("token_to_kv_pool", type(fields).__name__, wanted)
 
 
 def _fp8_dtype() -> str:
