@@ -47,7 +47,7 @@ _SCALARS = bool, int, float, str
 
 
 @attrs.frozen
-class _Content:
+class _FirstContent:
     """The first content of an identifier.
 
     Attributes:
@@ -69,7 +69,7 @@ class MediaContents:
             vllm_config: vLLM's `VllmConfig`.
             num_blocks: Number of blocks of its cache.
         """
-        self._first: dict[str, _Content] = {}
+        self._first: dict[str, _FirstContent] = {}
         self._most = max(REMEMBERED_AT_LEAST, REMEMBERED_PER_BLOCK * num_blocks)
         # Other engines encode the items then, and pass them on by their identifiers.
         self._remote = getattr(vllm_config, "ec_transfer_config", None) is not None
@@ -108,7 +108,7 @@ class MediaContents:
         cache has the tokens now.
         """
         for each in features or ():
-            self._first[each.identifier] = _Content(None, None)
+            self._first[each.identifier] = _FirstContent(None, None)
 
     def _note(self, feature: Any) -> None:
         """Compare an item with the first one of its identifier."""
@@ -121,7 +121,7 @@ class MediaContents:
             if first is not None and first.digest != digest:
                 digest = None
         # The identifiers that came last are forgotten last.
-        self._first[name] = _Content(digest, weakref.ref(data) if digest else None)
+        self._first[name] = _FirstContent(digest, weakref.ref(data) if digest else None)
         if len(self._first) > self._most:
             del self._first[next(iter(self._first))]
         if digest is None:
