@@ -15,7 +15,7 @@ settings.register_profile(
 )
 # `.ci/run` draws the same cases each time, so more of them find little. The nightly run draws
 # others, and 20 cases found nineteen of twenty mutants.
-settings.register_profile("checks", settings.get_profile("ci"), max_examples=12)
+settings.register_profile("checks", settings.get_profile("ci"), max_examples=10)
 settings.register_profile(
     "long", deadline=None, max_examples=5000, suppress_health_check=SLOW, print_blob=True
 )

@@ -253,17 +253,21 @@ def cases(kinds: tuple[str, ...]) -> list[StoredCase]:
     return [case for case, _ in stored_of_each_kind(narrow, PROFILES["ci"], 0)]
 
 
+MISTAKES: list[tuple[Any, tuple[str, ...]]] = [
+    (SwappedParts, ("full",)), (LatentOfOneRank, ("MLA",)), (EarlyState, STATES),
+    (ByteOrder, ("full", "MLA")), (LayerOrder, ("full", "MLA")),
+    (WithoutScales, ("full, with scales",)), (FirstStage, ("full",)),
+    (LatePrefix, ("sliding window", "full")), (WithoutContexts, ("MLA",)),
+    (OneHeadGroup, ("full",)), (WithoutStates, STATES), (TokenEarly, ("full", "MLA")),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("store", "kinds"),
-    [
-        (SwappedParts, ("full",)), (ByteOrder, ("full", "MLA")), (LayerOrder, ("full", "MLA")),
-        (WithoutScales, ("full, with scales",)), (LatentOfOneRank, ("MLA",)),
-        (FirstStage, ("full",)), (LatePrefix, ("sliding window", "full")),
-        (WithoutContexts, ("MLA",)), (OneHeadGroup, ("full",)), (WithoutStates, STATES),
-        (EarlyState, STATES), (TokenEarly, ("full", "MLA")),
-    ],
+    # The checks of a change judge the first ones, and the nightly run judges all.
+    [*MISTAKES[:3], *(pytest.param(*each, marks=pytest.mark.slow) for each in MISTAKES[3:])],
     ids=lambda value: getattr(value, "__name__", ""),
-)  # fmt: skip
+)
 def test_cases_of_ci_show_the_mistake(store: Any, kinds: tuple[str, ...]) -> None:
     guards = [Guard(System(name="s", pages=each), 20.0) for each in (store, OwnStore)]
     faults = ((case, look(guards[0], [PAGES], case)[16]) for case in cases(kinds))

@@ -82,6 +82,16 @@ def hashed(
     return names
 
 
+def prefixes(seed: str, token_ids: Sequence[int], size: int) -> list[str]:
+    """Return a name of each prefix that ends with a page of *size* tokens."""
+    digest, names = hashlib.sha256(seed.encode()), []
+    for number, token in enumerate(token_ids, 1):
+        digest.update(f",{token}".encode())
+        if number % size == 0:
+            names.append(digest.hexdigest())
+    return names
+
+
 def test_right_names_keep_law_15() -> None:
     report = judge(storing(names=hashed), axes=["names"])
     assert not report.wrong
@@ -115,11 +125,10 @@ def test_ci_finds_names_of_prefixes_that_miss_the_page_size() -> None:
     """Page 0 of 4 tokens and page 1 of 2 tokens end at one token."""
 
     def names(*arguments: Any) -> list[str]:
-        size, tokens = arguments[2].page_tokens, arguments[3]
-        ends = range(size, len(tokens) + 1, size)
         said = [attrs.asdict(each) for each in arguments[:2]]
         spec = arguments[2].groups[0].spec
-        return [f"{said}{spec.dtype}{spec.scales_digest}{tokens[:end]}" for end in ends]
+        seed = f"{said}{spec.dtype}{spec.scales_digest}"
+        return prefixes(seed, arguments[3], arguments[2].page_tokens)
 
     assert {"page_tokens"} == facts(judge(storing(names=names), axes=["names"]))
 
@@ -138,8 +147,7 @@ def test_ci_finds_fields_that_are_joined_without_a_border() -> None:
     def names(model: Any, prompt: Any, placement: Any, token_ids: Any) -> list[str]:
         texts = (*attrs.astuple(model), prompt.adapter, prompt.embeddings, prompt.salt)
         joined = "".join(texts) + repr((prompt.media, placement.digest))
-        size = placement.page_tokens
-        return [f"{joined}{token_ids[: size * (n + 1)]}" for n in range(len(token_ids) // size)]
+        return prefixes(joined, token_ids, placement.page_tokens)
 
     found = facts(judge(storing(names=names), axes=["names"]))
     assert "weights and quantization" in found

@@ -167,11 +167,16 @@ def _lazy(answer: object) -> bool:
 
 
 def _equal(first: object, second: object) -> bool:
-    """Return whether two answers are equal, but for the order of moves, pairs and copies."""
+    """Return whether two answers are equal, but for the order of moves, pairs and copies.
+
+    Names of pages have an order.
+    """
     if isinstance(first, PreparedLists) and isinstance(second, PreparedLists):
         fields = attrs.astuple(first, recurse=False), attrs.astuple(second, recurse=False)
         return all(map(np.array_equal, *fields))
     if isinstance(first, list) and isinstance(second, list):
+        if all(isinstance(each, (str, bytes)) for each in first):
+            return first == second
         # A copy may be a list or an array, which have no hash and no order.
         return sorted(map(repr, first)) == sorted(map(repr, second))
     return first is second or first == second

@@ -283,7 +283,8 @@ LAWS = (
         15,
         "names of pages",
         "Two prompts that differ in one fact share no name of a page that depends on this fact."
-        " Equal prompts have equal names. A longer prompt keeps the names of its prefix.",
+        " Equal prompts have equal names. A longer prompt keeps the names of its prefix. The names"
+        " of many pages differ in at least 64 bits.",
         ("names",),
         (prompt_names.names,),
         of=PromptPair,
