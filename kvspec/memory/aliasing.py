@@ -169,8 +169,8 @@ def groups_that_share(
 ) -> tuple[frozenset[str], ...]:
     """Return the sets of groups of which each two share memory, in blocks with the same id.
 
-    A group is in several sets if it shares memory with groups that do not share any. No set is part
-    of another, and none has one group only.
+    Sorted by the names of the groups. No set is part of another, and none has one group only. If
+    group a shares memory with b, and b with c, but a not with c, the sets are a, b and b, c.
     """
     regions = list(regions)
     group_names = {region.group for region in regions}
@@ -189,7 +189,8 @@ def groups_that_share(
         others = frozenset(other for other in names if {name, other} in pairs)
         sets |= {(found & others) | {name} for found in sets} | {frozenset((name,))}
         sets = {found for found in sets if not any(found < other for other in sets)}
-    return tuple(sorted(found for found in sets if len(found) > 1))
+    # Sets have no order of their own, and those of texts differ from process to process.
+    return tuple(sorted((found for found in sets if len(found) > 1), key=sorted))
 
 
 def _mixed(regions: list[Region]) -> bool:

@@ -79,7 +79,7 @@ def blocks_of(plan: TransferPlan, request: TransferRequest) -> LoadBlocks:
 
 
 class BlockLocks:
-    """Which load of a rank owns each block of its cache.
+    """The loads of a rank that own blocks of its cache. A block has one owner at a time.
 
     A pool is a set of groups that share memory. A block of a group belongs to each of its pools.
     """

@@ -80,13 +80,13 @@ _REST = 10.0
 _MOST_WORDS = 300
 # Slashes in the folder of an object.
 _FOLDERS = 2
-# The process that has used a bucket. A child that it forks has no thread of obstore, so a request
-# of the child would wait for ever.
+# The process that has used a bucket. A child that it forks lacks the threads of obstore, so a
+# request of the child would never end.
 _process: int | None = None
 
 
 class _Got(NamedTuple):
-    """The begin of an object, or all its bytes, with its size and its version."""
+    """The beginning of an object, or all its bytes, with its size and its version."""
 
     content: memoryview
     size: int
@@ -194,7 +194,7 @@ class BucketObjects:
                 raise
 
     def _get(self, key: ObjectKey, path: str, num_bytes: int) -> _Got:
-        """Return an object, or only its begin if it has too many bytes to be the right one."""
+        """Return an object, or only its beginning if it has too many bytes to be the right one."""
         with self._named(path, key):
             found = self._client.get(self._store, path)
             size, version = found.meta["size"], found.meta["e_tag"]

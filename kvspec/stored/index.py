@@ -15,9 +15,9 @@ How it works:
     is useful only with the pages before it, so the last one leaves first. A pin ends at its time,
     or if it would last longer than `MAX_PIN`.
 
-    To change `used` of 1,000 pages takes 10 ms, and nobody reads it until pages must leave. So the
-    use of a prompt is one row of `pins`, too: it has ended, and its owner is a checksum of the
-    pages, so that many uses of one prompt are one row. `free_bytes` counts the pages of these rows
+    Changing `used` of 1,000 pages takes 10 ms, and only `free_bytes` reads it. So the use of a
+    prompt is one row of `pins`, too: it has ended, and its owner is a checksum of the pages, so
+    that many uses of one prompt are one row. `free_bytes` counts the pages of these rows
     as used, in the order of the rows. If there are too many, the oldest ones are counted earlier.
 
     The database has a directory of its own. If it is corrupt, the directory is renamed, so that the

@@ -96,7 +96,7 @@ _REVISION_TEXTS = (
 )
 # The fields that are a text, besides the name and the revision of the model.
 _TEXT_FIELDS = ("weights", "quantization", "overrides", "adapter", "embeddings")
-# What may join two texts.
+# Separators with which a careless author joins two texts.
 _JOINTS = ("", "@", "/", "-", "_")
 _TOKENS = BASE.token_ids
 _LONG = MANY + 100  # Pages. A chain may begin again after a power of two, such as 1024.

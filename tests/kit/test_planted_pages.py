@@ -271,6 +271,5 @@ MISTAKES: list[tuple[Any, tuple[str, ...]]] = [
 def test_cases_of_ci_show_the_mistake(store: Any, kinds: tuple[str, ...]) -> None:
     guards = [Guard(System(name="s", pages=each), 20.0) for each in (store, OwnStore)]
     faults = ((case, look(guards[0], [PAGES], case)[16]) for case in cases(kinds))
-    case, words = next((case, words) for case, (verdict, words) in faults if verdict == "wrong")
-    assert "expected" in words or "must" in words or "promised" in words or "lookup" in words, words
+    case = next(case for case, (verdict, _) in faults if verdict == "wrong")
     assert "exact" == look(guards[1], [PAGES], case)[16][0]

@@ -321,6 +321,26 @@ def test_rank_cache_compares_groups_with_the_widest_region_of_a_page() -> None:
     assert 2 == len(set(re.findall(r"\b[abc]\b", pair)))
 
 
+def side_by_side(*bases: int) -> list[kvspec.Region]:
+    """Return groups a, b and c of one block of 16 bytes each, at these addresses."""
+    return [
+        member
+        for name, base in zip("abc", bases, strict=False)
+        for member in of_group(
+            name,
+            region("k", base=base, num_blocks=1, block_stride=0, unit_stride=8, state_stride=4),
+            region("v", base=base + 2, num_blocks=1, block_stride=0, unit_stride=8, state_stride=4),
+        )
+    ]
+
+
+def test_groups_that_share_memory_only_with_a_third_one_are_in_two_sets() -> None:
+    """The second half of a lies on the first half of b, and the second half of b on that of c."""
+    cache = kvspec.RankCache(engine(3), RankId(), side_by_side(0, 8, 16), (MEMORY,))
+    assert (frozenset("ab"), frozenset("bc")) == sharing(cache)
+    assert 3 == len({member.group for member in cache.regions})
+
+
 @given(strategies.cases() | strategies.sharing_cases())
 def test_plan_memory_separates_regions_of_every_layout(case: strategies.Case) -> None:
     """Only groups that share memory by design share bytes, and only in blocks with the same id."""

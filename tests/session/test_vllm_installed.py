@@ -599,7 +599,7 @@ def tiny_engine(folder: Path, **model: Any) -> Any:
     )
 
 
-# Values of the fields that change an identity, if "other" is no value of theirs.
+# Other values of fields that change an identity. All further fields get the value "other".
 _OTHERS: dict[str, Any] = {
     "quantization_config": {"ignore": ["lm_head"]},
     "hf_overrides": {"rope_theta": 5.0},

@@ -73,6 +73,26 @@ def test_excluded_layer_of_group_needs_no_blocks() -> None:
     }
 
 
+def test_block_of_two_groups_that_share_no_memory_belongs_to_two_loads() -> None:
+    """Block 1 of g0 ends where that of g2 begins, and g1 lies on both."""
+    engine = builders.engine(FULL, FULL, FULL)
+    planned = kvspec.plan_memory(engine, RANK, 2)
+    size = planned.regions[0].block_stride
+    places = {"g0": 0, "g1": size // 2, "g2": size}
+    regions = [
+        attrs.evolve(r, base=r.base % (2 * size) + places[r.group], num_blocks=1, block_stride=0)
+        for r in planned.regions
+    ]
+    memory = (kvspec.Memory(0, 4 * size),)
+    locks = BlockLocks(kvspec.RankCache(engine, RANK, regions, memory))
+    block = np.array([0])
+    locks.acquire("a", {"g0": block})
+    locks.acquire("c", {"g2": block})
+    with pytest.raises(kvspec.TransferError) as caught:
+        locks.acquire("b", {"g1": block})
+    assert "busy" == caught.value.state
+
+
 def test_block_belongs_to_one_load_until_it_is_released() -> None:
     """Groups that share a pool share its blocks."""
     engine = builders.engine(FULL, WINDOW)

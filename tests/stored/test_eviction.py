@@ -1,4 +1,4 @@
-"""Which pages leave a full store: those that were not used, and none before its successors."""
+"""The pages that leave a full store: the least recently used, and each after its successors."""
 
 from __future__ import annotations
 

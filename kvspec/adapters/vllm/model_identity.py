@@ -71,11 +71,8 @@ def _quantization(model: Any) -> str | None:
     method = getattr(model, "quantization", ...)
     if method is ...:
         return None
-    return (
-        ""
-        if getattr(getattr(model, "hf_config", None), "quantization_config", None)
-        else (method or "")
-    )
+    stored = getattr(getattr(model, "hf_config", None), "quantization_config", None)
+    return "" if stored else method or ""
 
 
 def _revision(model: Any) -> str | None:
