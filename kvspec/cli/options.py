@@ -27,6 +27,7 @@ from kvspec.ownership.parallel import ParallelConfig
 from kvspec.ownership.replicas import POLICIES, ReplicaPolicy, ReplicaPolicyName, Topology
 
 _BLOCK = 16
+_DTYPE = "bfloat16"  # It suits each model, so an error with it is an error of the model.
 Model = str | dict[str, object]
 """A model: its name in the catalogue, the path of its config, or the config itself."""
 
@@ -179,7 +180,7 @@ def engine(side: str, model: Model, words: str) -> EngineSpec:
         return EngineSpec(groups=groups, parallel=ParallelConfig(**parallel), layout=layout)
     except SpecError as error:
         # If the model itself is invalid, this raises an error that names no side.
-        model_groups(model, _BLOCK, dtype)
+        model_groups(model, _BLOCK, _DTYPE)
         field = f"{side}.{error.field}"
         raise SpecError(field, error.value, error.expected, rule=error.rule) from None
 

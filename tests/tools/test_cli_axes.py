@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from refused import check_rejected, refusal
+from refused import check_rejected
 
 import kvspec
 from kvspec.cli import options
@@ -89,7 +89,13 @@ def test_engine_option_sets_the_dtype_of_the_caches(tmp_path: Path) -> None:
     for dtype in ("bfloat16", "float16"):
         made = engine("producer", str(model), f"dtype={dtype}")
         assert dtype == made.groups[0].spec.dtype
-    assert "dtype" == refusal(lambda: engine("producer", str(model), "tp=2")).field
+    for option, value in (("tp=2", "float32"), ("dtype=bfloat61", "bfloat61")):
+        check_rejected(
+            lambda option=option: engine("producer", str(model), option),  # type: ignore[misc]
+            "producer.dtype",
+            value,
+            "",
+        )
 
 
 @pytest.mark.parametrize(
