@@ -667,17 +667,21 @@ def test_identity_of_vllm_has_the_whole_recipe_of_a_quantization(tmp_path: Path)
 
 
 def test_positions_of_media_that_numpy_counts_are_stated() -> None:
-    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange  # noqa: PLC0415
+    from vllm.multimodal.inputs import PlaceholderRange  # noqa: PLC0415
 
     from kvspec.adapters.vllm.content import prompt_of_request  # noqa: PLC0415
+    from kvspec.adapters.vllm.media import MediaContents  # noqa: PLC0415
 
     found = []
     for number in (int, np.int64):
-        place = PlaceholderRange(offset=number(1), length=number(2))
-        feature = MultiModalFeatureSpec(None, "image", "a" * 64, place)
+        feature = processed(np.ones((2, 3), np.float32))
+        feature.mm_position = PlaceholderRange(offset=number(1), length=number(2))
         request = SimpleNamespace(
             num_prompt_tokens=4, prompt_embeds=None, cache_salt=None, lora_request=None,
             mm_features=[feature],
         )  # fmt: skip
-        found.append(prompt_of_request(request).digest)
+        prompt = prompt_of_request(request, media=MediaContents(SimpleNamespace(), 4))
+        (item,) = prompt.media or ()
+        assert (1, 2) == (item.start, item.length)
+        found.append(prompt.digest)
     assert found[0] == found[1]
