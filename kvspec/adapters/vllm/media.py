@@ -28,6 +28,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import weakref
+from operator import index
 from typing import Any
 
 import attrs
@@ -88,7 +89,9 @@ class MediaContents:
                 self._note(each)
             found = zip(features or (), self.digests(features), strict=True)
             places = [(digest, each.mm_position) for each, digest in found]
-            return [MediaItem(digest or "", at.offset, at.length) for digest, at in places]
+            return [
+                MediaItem(digest or "", index(at.offset), index(at.length)) for digest, at in places
+            ]
         except (AttributeError, TypeError, SpecError):  # An item is not known.
             return None
 
