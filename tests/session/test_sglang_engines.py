@@ -229,10 +229,13 @@ def test_prompt_waits_for_a_decode_engine_with_a_long_queue(
 ) -> None:
     """The queue is longer than the prompt is held without messages."""
     pair = started(decode={"max_total_tokens": 640, "num_reserved_decode_tokens": 32})
-    least, begun = SHORT["hold"] + SHORT["lease"] + 1, time.monotonic()
+    least = SHORT["hold"] + SHORT["lease"] + 1
+    pair.alone.generate(PROMPT, 200).result(200)  # The first prompt takes longer.
+    begun = time.monotonic()
     pair.alone.generate(PROMPT, 200).result(200)
-    # The decode engine has memory for one prompt. A fast machine needs a longer queue.
-    count = 2 + int(2 * least / (time.monotonic() - begun))
+    # The decode engine has memory for one prompt. A fast machine needs a longer queue, and this one
+    # may be faster soon.
+    count = 2 + int(3 * least / (time.monotonic() - begun))
     prompts = [[first, *PROMPT[1:]] for first in range(3, 3 + count)]
     wanted = [each.result(200)["tokens"] for each in
               [pair.alone.generate(prompt, 200) for prompt in prompts]]  # fmt: skip
