@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import threading
 import time
 import uuid
@@ -222,7 +221,7 @@ class PageStore:
         """
         self.placement = instance("placement", placement, StoredSpec)
         self.model = instance("model", model, ModelIdentity)
-        if isinstance(objects, str | os.PathLike):  # It may contain credentials.
+        if not callable(getattr(objects, "describe", None)):  # An address has credentials.
             raise SpecError("objects", type(objects), "objects, such as FileObjects(directory)")
         self.objects = objects
         self.space = space_of(model, placement.digest)

@@ -443,11 +443,12 @@ def test_other_spaces_name_the_field_of_the_placement() -> None:
         assert field in line
 
 
-@pytest.mark.parametrize("place", ["/mnt/kv", Path("/mnt/kv")])
+@pytest.mark.parametrize("place", ["s3://key:secret@bucket", Path("/mnt/kv"), None])
 def test_a_store_needs_objects_and_no_path(place: Any) -> None:
     with pytest.raises(SpecError) as caught:
         PageStore(StoredSpec.of(engine(FULL), page_tokens=8), MODEL, place)
     assert caught.value.field == "objects"
+    assert "secret" not in str(caught.value)
 
 
 def test_plans_call_the_sides_engine_and_placement() -> None:
