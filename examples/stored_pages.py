@@ -35,3 +35,4 @@ with store.lookup(names, reader) as hit:
 
 other = PageStore(placement, ModelIdentity(**MODEL | {"revision": "2"}), store.objects)
 print(other.explain(other.names(range(70), PromptIdentity.of_text()), reader))
+print(*other.other_spaces())

@@ -94,6 +94,16 @@ def _words(description: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {value}" for name, value in fields.items() if value)
 
 
+def _cut(description: Mapping[str, str]) -> str:
+    """Return in words how the pages of a space are cut. Engines with other values miss them."""
+    try:
+        placement = _placement(description)
+    except KVSpecError:
+        return "not described"
+    groups = counted(placement.head_groups, "head group")
+    return f"pages of {counted(placement.page_tokens, 'token')}, {groups}"
+
+
 @store.command()
 def ls(directory: str = DIRECTORY, owners: list[int] = OWNERS) -> None:
     """List the spaces of a directory. A space has the pages of one model and one placement."""
@@ -103,11 +113,15 @@ def ls(directory: str = DIRECTORY, owners: list[int] = OWNERS) -> None:
             found = [*objects.stored_objects(space)]
             pages = len({one.key.page for one in found})
             size = nbytes(sum(one.num_bytes for one in found))
-            rows.append((space[:16], _words(description), f"{pages:,}", f"{len(found):,}", size))
+            counts = f"{pages:,}", f"{len(found):,}"
+            words = f"{_words(description)}; {_cut(description)}"
+            rows.append((space[:16], words, *counts, size))
         console = printing.output()
         console.print(
             printing.table(
-                ("space", "model", "pages", "objects", "size"), rows, ("pages", "objects", "size")
+                ("space", "model; placement", "pages", "objects", "files"),
+                rows,
+                ("pages", "objects", "files"),
             )
         )
 
@@ -132,7 +146,11 @@ def explain(
             text = tokens.read_text()
         except (OSError, ValueError) as error:
             raise SpecError("--tokens", str(tokens), f"a file with JSON ({error})") from None
-        token_ids = tokens_of(_parsed("--tokens", text)).tolist()
+        try:
+            token_ids = tokens_of(json.loads(text)).tolist()
+        except (ValueError, RecursionError, SpecError):  # The file may contain anything.
+            expected = "a file with a list of token ids in JSON"
+            raise SpecError("--tokens", str(tokens), expected) from None
         given = {"model": model, "revision": revision, "weights": weights}
         wanted = {name: value for name, value in given.items() if value}
         prompt = PromptIdentity.of_text(adapter=adapter, salt=salt)
@@ -247,7 +265,10 @@ def prune(
             deleted += objects.free_bytes(max(0, objects.num_bytes() - most))
         for name in objects.remove_strays():
             _echo(f"deleted {name}")
-        typer.echo(f"deleted {counted(deleted, 'object')}, {nbytes(objects.num_bytes())} left")
+        left = objects.num_bytes()
+        above = most is not None and left > most
+        why = ": the rest is pinned by engines, or not of kvspec" if above else ""
+        typer.echo(f"deleted {counted(deleted, 'object')}, {nbytes(left)} left{why}")
     if wrong:
         raise typer.Exit(printing.WRONG)
 

@@ -151,7 +151,8 @@ class Demonstration:
                     cache, _ = allocate(reader, rank, pool)
                     self.store.rank_pages(cache).load(hit, hit.num_pages, tables)
             except LoadError as error:
-                found = self.store.lookup(self.names, reader).num_pages
+                with self.store.lookup(self.names, reader) as again:
+                    found = again.num_pages
                 cause = error.__cause__
                 named = isinstance(cause, StoreError) and cause.field == "checksum"
                 why = f"a flipped bit in page {page} is found by its checksum"
@@ -200,7 +201,8 @@ class Demonstration:
             self.store.placement, attrs.evolve(DEMO_MODEL, revision="b2"), self.objects
         )
         names = other.names(range(NUM_TOKENS), PROMPT)
-        pages = other.lookup(names, WRITER).num_pages
+        with other.lookup(names, WRITER) as hit:
+            pages = hit.num_pages
         return pages == 0, f"revision b2 finds {pages} pages: {'; '.join(other.other_spaces())}"
 
 

@@ -6,7 +6,7 @@ write is ever deleted.
 How it works:
     An object has the bytes that its file would have, under the same name:
 
-        kvspec-pages-1/<space>/<first 2 digits>/<page>,<group>,<chunk>.safetensors
+        kvspec-pages-2/<space>/<first 2 digits>/<page>,<group>,<chunk>.safetensors
 
     A bucket shows an object only when all its bytes have arrived, and a conditional request
     creates it only if the name is free. So there are no temporary objects and no index. A lookup
@@ -14,7 +14,7 @@ How it works:
     is gone when it is read is a page that must be computed.
 
     Some servers accept a conditional request and ignore its condition. So the first write of a
-    process creates one more object, `kvspec-pages-1/created-once`, twice. A server that creates it
+    process creates one more object, `kvspec-pages-2/created-once`, twice. A server that creates it
     a second time is refused.
 
     The scheduler of an engine waits for a lookup. So the requests of one call of `has` end after

@@ -4,7 +4,9 @@ Invariant: a file has its final name only when it is whole, and it is never chan
 file that kvspec did not write is deleted, overwritten or followed.
 
 How it works:
-    The directory gets a folder `kvspec-pages-1`, whose number is the version. It contains:
+    The directory gets a folder `kvspec-pages-2`, whose number is the version of the files. So files
+    of another version are never found, and a page is never taken for stored if no load can read it.
+    The folder contains:
 
         <space>/<first 2 digits>/<page>,<group>,<chunk>.safetensors     an object
         <space>/space.json                                              what the space is
@@ -57,8 +59,8 @@ from kvspec.stored.objects import (
     together,
 )
 
-ROOT = "kvspec-pages-1"
-"""Name of the folder with all files of this version."""
+ROOT = f"kvspec-pages-{header.HEADER_VERSION}"
+"""Name of the folder with all files of this version. Other versions have folders of their own."""
 OBJECT_SUFFIX = ".safetensors"
 DAMAGED = ".damaged"
 SPACE_FILE = "space.json"
@@ -600,7 +602,7 @@ class FileObjects:
             wanted = "a directory" if kind == stat.S_IFDIR else "a regular file"
             raise StoreError("unsafe", path, "type", stat.filemode(status.st_mode)[0], wanted)
         if status.st_uid not in (owners or self._owners):
-            wanted = f"one of the users {sorted(owners or self._owners)}"
+            wanted = f"one of the users {sorted(owners or self._owners)}: see `owners`"
             raise StoreError("unsafe", path, "owner", status.st_uid, wanted)
         if status.st_mode & forbidden:
             wanted = f"no permissions of {forbidden:#o}: chmod it"

@@ -21,6 +21,7 @@ How it works:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from math import lcm
 
@@ -128,8 +129,20 @@ def check_store_tables(
                 first = (tokens.start - table.first_token) // block
                 read[first : (tokens.stop - 1 - table.first_token) // block + 1] = True
             ids = table.block_ids[read]
-        check_ids("producer", own.name, ids, num_blocks[own.name])
-        check_once("producer", own.name, BlockTable(ids), ids)
+        with _argument("states_at" if is_state(own.spec) else "tables"):
+            check_ids("producer", own.name, ids, num_blocks[own.name])
+            check_once("producer", own.name, BlockTable(ids), ids)
+
+
+@contextmanager
+def _argument(name: str) -> Iterator[None]:
+    """Name the argument of the caller in an error about a block table of a request."""
+    try:
+        yield
+    except SpecError as error:
+        _, bracket, rest = error.field.partition("[")
+        field = f"{name}{bracket}{rest}"
+        raise SpecError(field, error.value, error.expected, rule=error.rule) from None
 
 
 def _held(
@@ -288,7 +301,7 @@ def check_load_tables(
     for own in plan.targets(group):
         if own.name not in num_blocks:
             continue
-        table, field = request.table("consumer", own.name), f"consumer_blocks[{own.name!r}]"
+        table, field = request.table("consumer", own.name), f"tables[{own.name!r}]"
         size, stop = engine.virtual_block(own), request.num_tokens
         tokens = range(request.cached(own.name, own.spec), stop)
         if is_state(own.spec):
@@ -303,7 +316,8 @@ def check_load_tables(
             expected = f"blocks for tokens {tokens.start}..{stop - 1}"
             raise SpecError(field, held, expected)
         missing = table.without_block(tokens, size, engine.null_block)
-        check_no_null("consumer", own.name, engine.null_block, missing, tokens)
         ids = table.blocks_of(tokens, size)
-        check_ids("consumer", own.name, ids, num_blocks[own.name])
-        check_once("consumer", own.name, table, ids)
+        with _argument("tables"):
+            check_no_null("consumer", own.name, engine.null_block, missing, tokens)
+            check_ids("consumer", own.name, ids, num_blocks[own.name])
+            check_once("consumer", own.name, table, ids)

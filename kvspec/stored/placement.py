@@ -319,7 +319,7 @@ class StoredSpec:
         """
         defined = {
             "version": PLACEMENT_VERSION,
-            **{name: getattr(self, name) for name in _SIZES},
+            **{name: getattr(self, name) for name in PLACEMENT_SIZES},
             "layer_ranges": [list(names) for names in self.layer_ranges or ()],
             "groups": [
                 {
@@ -337,7 +337,7 @@ class StoredSpec:
 
     def to_params(self) -> dict[str, Any]:
         """Return the placement as plain values that JSON can represent."""
-        sizes = {name: getattr(self, name) for name in _SIZES}
+        sizes = {name: getattr(self, name) for name in PLACEMENT_SIZES}
         ranges = self.layer_ranges and [list(names) for names in self.layer_ranges]
         bare = tuple(attrs.evolve(group, shardings={}) for group in self.groups)
         groups = {"groups": encode(bare), "layer_ranges": ranges}
@@ -355,7 +355,7 @@ class StoredSpec:
         version = params.pop("version", None)
         if type(version) is not int or version != PLACEMENT_VERSION:
             raise SpecError("placement.version", version, f"{PLACEMENT_VERSION}")
-        names = (*_SIZES, "groups", "layer_ranges")
+        names = (*PLACEMENT_SIZES, "groups", "layer_ranges")
         if wrong := sorted(set(params) ^ set(names), key=repr):
             raise SpecError("placement", wrong, f"exactly the fields {', '.join(names)}")
         groups = Decoder().value("placement.groups", params.pop("groups"))
@@ -425,7 +425,7 @@ class StoredSpec:
         return placement
 
 
-_SIZES = (
+PLACEMENT_SIZES = (
     "page_tokens",
     "head_groups",
     "context_size",

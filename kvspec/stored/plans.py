@@ -27,7 +27,8 @@ How it works:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 
 import attrs
@@ -35,7 +36,7 @@ import attrs
 from kvspec.descriptors.table import numbered_rows_of
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
-from kvspec.errors import SpecError, counted, nbytes
+from kvspec.errors import MismatchError, SpecError, counted, nbytes
 from kvspec.inputs import Frozen, instance
 from kvspec.memory.allocation import plan_memory
 from kvspec.ownership.parallel import RankId
@@ -174,7 +175,8 @@ def plan_store(engine: EngineSpec, placement: StoredSpec) -> StorePlan:
     instance("placement", placement, StoredSpec)
     _check_layers(engine, placement)
     # It compares both sides, and checks that the edges fill each object exactly once.
-    plan_transfer(engine, placement.engine)
+    with _sides("engine", "placement"):
+        plan_transfer(engine, placement.engine)
     writers = {stored: _writers(engine, placement, stored) for stored in placement.objects}
     turns: dict[PageObject, tuple[RankId, ...]] = {}
     taken: dict[tuple[RankId, ...], int] = {}
@@ -183,6 +185,16 @@ def plan_store(engine: EngineSpec, placement: StoredSpec) -> StorePlan:
         taken[ranks] = first + 1
         turns[stored] = ranks[first:] + ranks[:first]
     return StorePlan(engine, placement, turns)
+
+
+@contextmanager
+def _sides(first: str, second: str) -> Iterator[None]:
+    """Name the two sides of a `MismatchError`: a placement is neither producer nor consumer."""
+    try:
+        yield
+    except MismatchError as error:
+        sides = first, second
+        raise MismatchError(attrs.evolve(each, sides=sides) for each in error.mismatches) from None
 
 
 def _check_layers(engine: EngineSpec, placement: StoredSpec) -> None:
@@ -353,5 +365,6 @@ def plan_load(placement: StoredSpec, engine: EngineSpec) -> PageLoadPlan:
     instance("placement", placement, StoredSpec)
     instance("engine", engine, EngineSpec)
     # Replicas among chunks are not stored. The first chunk has the content.
-    plan = plan_transfer(placement.engine, whole_engine(engine), "first")
+    with _sides("placement", "engine"):
+        plan = plan_transfer(placement.engine, whole_engine(engine), "first")
     return PageLoadPlan(placement, engine, plan)

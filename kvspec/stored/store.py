@@ -69,7 +69,7 @@ from kvspec.stored.page_steps import (
     store_requests,
     whole_pages,
 )
-from kvspec.stored.placement import PageObject, StoredSpec
+from kvspec.stored.placement import PLACEMENT_SIZES, PageObject, StoredSpec
 from kvspec.stored.plans import PageLoadPlan, StorePlan, plan_load, plan_store
 from kvspec.tickets.stated import explain_difference
 
@@ -82,15 +82,20 @@ PIN_SECONDS = 300.0
 """Seconds after which the pins of a hit end by default, if nobody closes it."""
 # Pages whose objects are searched with the first call, and the most: each call doubles them.
 _FIRST_PAGES, _LOOKUP_PAGES = 8, 256
+_PAGE_NAMES = "names of pages"
 
 
 class LoadError(KVSpecError):
-    """A load that failed. Each byte that it has written is right.
+    """A load that failed on one rank. Each byte that it has written is right.
+
+    The other ranks may have loaded more or fewer pages. The engine continues behind the fewest of
+    all ranks: ``loaded.stop`` of this error, or ``Loaded.pages.stop``.
 
     Attributes:
-        loaded: Numbers of the pages from which the engine can continue, whole and verified. None if
-            a group needs earlier pages for a shorter prefix, such as a window, or has none for it,
-            such as a state. Otherwise no byte behind these pages has been written.
+        loaded: Numbers of the pages from which the engine can continue, from the first one that is
+            not cached. Each group has those that it needs. None if a group of the engine needs
+            earlier pages for a shorter prefix, such as a window, or has none for it, such as a
+            state. Otherwise this rank has written no byte behind these pages.
         missing: Numbers of the other pages of the load. The engine computes them.
     """
 
@@ -216,6 +221,8 @@ class PageStore:
         """
         self.placement = instance("placement", placement, StoredSpec)
         self.model = instance("model", model, ModelIdentity)
+        if not callable(getattr(objects, "describe", None)):  # An address has credentials.
+            raise SpecError("objects", type(objects), "objects, such as FileObjects(directory)")
         self.objects = objects
         self.space = space_of(model, placement.digest)
         self._load_plans: dict[EngineSpec, PageLoadPlan] = {}
@@ -298,7 +305,7 @@ class PageStore:
             StoreError: If a bucket cannot be asked.
         """
         plan = self.load_plan(engine)
-        wanted = tuple(sequence("names", names, "names of pages"))
+        wanted = tuple(sequence("names", names, _PAGE_NAMES))
         seconds("pin_seconds", pin_seconds)
         owner, pages = uuid.uuid4().hex, 0
         # Pin first: an object that is found then stays.
@@ -321,7 +328,7 @@ class PageStore:
         return self.objects.has(self.space, names, items)
 
     def other_spaces(self) -> list[str]:
-        """Return in words how the model of each other space in the same place differs."""
+        """Return in words how the model or the placement of each other space here differs."""
         lines: list[str] = []
         for space, description in self.objects.spaces().items():
             if space == self.space:
@@ -329,13 +336,19 @@ class PageStore:
             try:
                 other = ModelIdentity.from_params(json.loads(description["model"]))
                 why = explain_difference(self.model, other)
-            except (KeyError, ValueError, RecursionError) as error:  # Another version wrote it.
-                why = str(error)
-            lines.append(f"pages of another space: {why or 'another placement'}")
+                if not why:
+                    placement = StoredSpec.from_params(json.loads(description["placement"]))
+                    why = _placement_difference(self.placement, placement)
+            except (KeyError, ValueError, RecursionError, KVSpecError) as error:
+                why = str(error)  # Another version wrote it.
+            lines.append(f"pages of another space: {why}")
         return lines
 
     def explain(self, names: Sequence[str], engine: EngineSpec) -> str:
         """Return in words how many tokens *engine* can load, and which groups end the prefix.
+
+        A name does not show what it was made of. So compare the identity of the prompt with that of
+        the engine that stored it, and read `other_spaces`: their pages are never found.
 
         Args:
             names: As for `lookup`.
@@ -344,8 +357,24 @@ class PageStore:
         Raises:
             MismatchError: If the engine does not fit the placement.
         """
-        wanted = tuple(sequence("names", names, "names of pages"))
+        wanted = tuple(sequence("names", names, _PAGE_NAMES))
         return _Found(self, self.load_plan(engine), wanted).explain()
+
+
+def _placement_difference(own: StoredSpec, other: StoredSpec) -> str:
+    """Return in words how *other*, the placement of stored pages, differs from *own*."""
+    sizes = {
+        name: (getattr(other, name), getattr(own, name))
+        for name in (*PLACEMENT_SIZES, "layer_ranges")
+    }
+    lines = [
+        f"{name}: {offered!r} is offered, {wanted!r} is wanted"
+        for name, (offered, wanted) in sizes.items()
+        if offered != wanted
+    ]
+    found = mismatches(other.engine, own.engine)
+    lines += [str(attrs.evolve(each, sides=("offered", "wanted"))) for each in found]
+    return "; ".join(lines) or "its layers are in other groups"
 
 
 class _Found:
@@ -612,22 +641,28 @@ class RankPages:
                 try:
                     self._load(moving, requests, known)
                 except (StoreError, OSError) as error:
-                    # A window of a shorter prefix begins earlier, and a state is in another page.
-                    shorter = {
-                        stored: load_pages(plan, stored.group, batch.start, cached_tokens)
-                        for stored in own
-                    }
-                    can_continue = all(
-                        not pages or own[stored].start <= pages.start
-                        for stored, pages in shorter.items()
-                    )
-                    stop = batch.start if can_continue else first
-                    missing = range(stop, wanted.stop)
-                    raise LoadError(range(first, stop), missing, str(error)) from error
+                    raise self._failed(batch.start, num_pages, cached_tokens, error) from error
                 count += sum(map(len, moving.values()))
             sizes = self.store.placement.object_bytes
             nbytes = sum(sizes(*stored) * len(pages) for stored, pages in own.items())
             return Loaded(pages=wanted, objects=count, nbytes=nbytes)
+
+    def _failed(self, stop: int, num_pages: int, cached_tokens: int, cause: Exception) -> LoadError:
+        """Return the error of a load whose pages from *stop* on are not in the cache.
+
+        All groups of the engine count, also those of which this rank has no layer: a window of a
+        shorter prefix begins earlier, and a state is in another page.
+        """
+        plan = self.load_plan
+        start = min(cached_tokens // plan.placement.page_tokens, num_pages)
+        for group in {stored.group for stored in plan.objects}:
+            loaded, shorter = (
+                load_pages(plan, group, pages, cached_tokens) for pages in (num_pages, stop)
+            )
+            if shorter and shorter.start < loaded.start:
+                stop = start
+                break
+        return LoadError(range(start, stop), range(stop, num_pages), str(cause))
 
     def _check_tables(
         self,
@@ -672,7 +707,7 @@ def _batches(pages: range, size: int) -> Iterator[range]:
 
 def _pages(names: object, first: int, count: int) -> range:
     """Return the pages *first* to *first* + *count*, each of which must have a name."""
-    known = sequence("names", names, "names of pages")
+    known = sequence("names", names, _PAGE_NAMES)
     positive_int("first_page", first, least=0)
     positive_int("num_pages", count, least=0)
     if first + count > len(known):

@@ -19,7 +19,7 @@ from obstore.store import MemoryStore
 from kvspec.errors import SpecError, StoreError
 from kvspec.stored import file_objects
 from kvspec.stored.bucket_objects import BucketObjects
-from kvspec.stored.file_objects import FileObjects
+from kvspec.stored.file_objects import ROOT, FileObjects
 from kvspec.stored.header import HEADER_VERSION, decode, encode
 from kvspec.stored.index import PageIndex
 from kvspec.stored.objects import (
@@ -232,6 +232,22 @@ def test_files_of_others_are_refused_and_stay(store: FileObjects) -> None:
     store.free_bytes(1 << 40)
     assert [path.exists() for path in (foreign, copy, newer)] == [True] * 3
     assert foreign.read_bytes().startswith(b"a letter")
+
+
+def test_files_of_another_version_are_neither_found_nor_changed(tmp_path: Path) -> None:
+    """A page that is found and cannot be read would be asked for again with each prompt."""
+    assert ROOT.endswith(f"-{HEADER_VERSION}")
+    with closing(FileObjects(tmp_path)) as objects:
+        put(objects, 1)
+        name = Path(objects.root).name
+    older = tmp_path / name.replace(HEADER_VERSION, "1")
+    (tmp_path / name).rename(older)
+    before = {path: path.read_bytes() for path in older.rglob("*") if path.is_file()}
+    with closing(FileObjects(tmp_path)) as objects:
+        assert has(objects, [key(1)]) == [False]
+        put(objects, 1)
+        assert get(objects, 1) == bytes(payload(1))
+    assert before == {path: path.read_bytes() for path in older.rglob("*") if path.is_file()}
 
 
 def test_links_pipes_and_open_permissions_are_refused(store: FileObjects, tmp_path: Path) -> None:

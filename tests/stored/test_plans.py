@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -338,12 +339,12 @@ def test_wrong_arguments_are_refused() -> None:
 @pytest.mark.parametrize(
     ("tables", "states", "field"),
     [
-        ({"g1": [1, 2, 30, 4]}, [5, 6], "producer_blocks['g1']"),
-        ({"g1": [1, 2, -3, 4]}, [5, 6], "producer_blocks['g1']"),
-        ({"g1": [1, 2, 1, 4]}, [5, 6], "producer_blocks['g1']"),
-        ({"g0": [1, 2, 3, 1]}, [5, 6], "producer_blocks['g0']"),
-        ({}, [5, 99], "producer_blocks['g2']"),
-        ({}, [5, 5], "producer_blocks['g2']"),
+        ({"g1": [1, 2, 30, 4]}, [5, 6], "tables['g1']"),
+        ({"g1": [1, 2, -3, 4]}, [5, 6], "tables['g1']"),
+        ({"g1": [1, 2, 1, 4]}, [5, 6], "tables['g1']"),
+        ({"g0": [1, 2, 3, 1]}, [5, 6], "tables['g0']"),
+        ({}, [5, 99], "states_at['g2']"),
+        ({}, [5, 5], "states_at['g2']"),
         ({}, [5, 0], "states_at['g2']"),
     ],
     ids=["too large", "negative", "twice", "twice in the first", "state", "one state", "null"],
@@ -365,7 +366,7 @@ def test_a_save_with_a_wrong_block_in_any_group_writes_nothing(
     assert 6 == len(pages.save(names, 0, 2, right, {"g2": {8: 5, 16: 6}}).written)
 
 
-@pytest.mark.parametrize(("chunked", "loaded"), [(False, 0), (True, 1)])
+@pytest.mark.parametrize(("chunked", "loaded"), [(False, 0), (True, 6)])
 def test_pages_count_as_loaded_if_a_shorter_prefix_needs_no_earlier_page(
     *, chunked: bool, loaded: int
 ) -> None:
@@ -380,8 +381,100 @@ def test_pages_count_as_loaded_if_a_shorter_prefix_needs_no_earlier_page(
     cache, _ = kvspec.allocate(own, RankId(), 20)
     with pytest.raises(LoadError, match="absent") as caught:
         store.rank_pages(cache, buffer_bytes=1).load(names, 7, {"g0": range(1, 15)})
-    assert range(5, 5 + loaded) == caught.value.loaded
-    assert range(5 + loaded, 7) == caught.value.missing
+    assert range(loaded) == caught.value.loaded
+    assert range(loaded, 7) == caught.value.missing
+
+
+CHUNKED = kvspec.ChunkedLocalAttentionSpec(
+    block_size=4, total_num_kv_heads=4, head_size=4, dtype="uint8", attention_chunk_size=24
+)
+
+
+@pytest.mark.parametrize("page", range(7))
+@pytest.mark.parametrize("other", [FULL, WINDOW, CHUNKED, STATE])
+@pytest.mark.parametrize("stages", [False, True])
+def test_each_rank_can_continue_behind_the_fewest_loaded_pages(
+    page: int, other: Any, *, stages: bool
+) -> None:
+    """A rank whose layers need all pages must not offer a prefix that another stage lacks."""
+    own = engine(FULL, other, layers=1)
+    tables = {"g0": range(1, 15), "g1": [15] if other is STATE else range(1, 15)}
+    states = {"g1": {8 * n: n for n in range(1, 8)}} if other is STATE else {}
+    store, names, [result] = saved(own, tables, 7, states_at=states)
+    if stages:
+        parallel = ParallelConfig(pp_size=2, stages=[["l.0.0"], ["l.0.1"]])
+        own = attrs.evolve(own, parallel=parallel)
+
+    def load(count: int) -> tuple[int, list[Any]]:
+        """Load *count* pages on each rank. Return the fewest pages, and the memories."""
+        fewest, memories = count, list[Any]()
+        for rank in own.parallel.ranks:
+            cache, storage = kvspec.allocate(own, rank, 20)
+            memories.append(storage)
+            try:
+                store.rank_pages(cache, buffer_bytes=1).load(names, count, tables)
+            except LoadError as error:
+                fewest = min(fewest, error.loaded.stop)
+        return fewest, memories
+
+    right = [load(count)[1] for count in range(8)]
+    keys = [key for key in result.written if key.page == names[page]]
+    for key in keys:
+        damaged(store.objects, key)
+        fewest, memories = load(7)
+        for expected, actual in zip(right[fewest], memories, strict=True):
+            for name, array in expected.items():
+                read = array != 0
+                assert (array[read] == actual[name][read]).all(), (key.group, fewest)
+        damaged(store.objects, key)
+
+
+def test_other_spaces_name_the_field_of_the_placement() -> None:
+    objects = MemoryObjects()
+    for change in ({"page_tokens": 16}, {"head_groups": 2}, {"layout": "BLHNC"}):
+        PageStore(StoredSpec.of(engine(FULL), **{"page_tokens": 8} | change), MODEL, objects)
+    int8 = engine(attrs.evolve(FULL, dtype="int8"))
+    PageStore(StoredSpec.of(int8, page_tokens=8), MODEL, objects)
+    split = StoredSpec.of(engine(FULL, LATENT), page_tokens=8)
+    PageStore(split, attrs.evolve(MODEL, revision="r2"), objects)
+    lines = PageStore(StoredSpec.of(engine(FULL), page_tokens=8), MODEL, objects).other_spaces()
+    fields = ["page_tokens: 16", "head_groups: 2", "layout: 'BLHNC'", ".dtype: offered 'int8'"]
+    for field, line in zip([*fields, "revision: 'r2'"], lines, strict=True):
+        assert field in line
+
+
+@pytest.mark.parametrize("place", ["s3://key:secret@bucket", Path("/mnt/kv"), None])
+def test_a_store_needs_objects_and_no_path(place: Any) -> None:
+    with pytest.raises(SpecError) as caught:
+        PageStore(StoredSpec.of(engine(FULL), page_tokens=8), MODEL, place)
+    assert caught.value.field == "objects"
+    assert "secret" not in str(caught.value)
+
+
+def test_plans_call_the_sides_engine_and_placement() -> None:
+    own, other = engine(FULL), engine(attrs.evolve(FULL, dtype="int8"))
+    placement = StoredSpec.of(own, page_tokens=8)
+    for sides, plan in (
+        (("placement", "engine"), lambda: plan_load(placement, other)),
+        (("engine", "placement"), lambda: plan_store(other, placement)),
+    ):
+        with pytest.raises(MismatchError) as caught:
+            plan()
+        assert {sides} == {each.sides for each in caught.value.mismatches}
+
+
+@pytest.mark.parametrize("sizes", [{}, {"cached_tokens": 16}])
+def test_a_load_that_cannot_continue_lacks_all_pages_that_are_not_cached(
+    sizes: dict[str, int],
+) -> None:
+    own = engine(WINDOW)
+    store, names, [result] = saved(own, {"g0": range(1, 15)}, 7)
+    store.objects.remove([key for key in result.written if key.page == names[6]])
+    cache, _ = kvspec.allocate(own, RankId(), 20)
+    with pytest.raises(LoadError) as caught:
+        store.rank_pages(cache).load(names, 7, {"g0": range(1, 15)}, **sizes)
+    first = sizes.get("cached_tokens", 0) // 8
+    assert (range(first, first), range(first, 7)) == (caught.value.loaded, caught.value.missing)
 
 
 @pytest.mark.parametrize("buffer_bytes", [1, 1 << 20])
@@ -405,7 +498,8 @@ def test_load_refuses_a_wrong_table_before_any_byte_is_written(
     store, names, _ = saved(own, tables, 3, states_at={"g2": {24: 13}})
     cache, storage = kvspec.allocate(own, RankId(), 20)
     pages = store.rank_pages(cache, buffer_bytes=buffer_bytes)
-    with pytest.raises(SpecError):
+    with pytest.raises(SpecError) as caught:
         pages.load(names, 3, {**tables, "g2": [13], group: wrong})
+    assert wrong is None or caught.value.field == f"tables[{group!r}]"
     assert not any(array.any() for array in storage.values())
     assert pages.load(names, 3, {**tables, "g2": [13]}).pages == range(3)

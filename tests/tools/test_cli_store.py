@@ -8,6 +8,7 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from kvspec.stored import (
     RankPages,
     StoredSpec,
 )
+from kvspec.stored.file_objects import ROOT
 from tests.support.s3_server import Answer, S3Server, running
 
 TOKENS = list(range(35))
@@ -94,9 +96,36 @@ def test_store_lists_explains_checks_and_prunes(directory: Path) -> None:
 
 
 def test_store_prunes_one_space(directory: Path) -> None:
-    space = next((directory / "kvspec-pages-1").glob("?" * 64)).name
+    space = next((directory / ROOT).glob("?" * 64)).name
     assert "deleted 8 objects, 0 B left" in run("prune", directory, "--space", space[:4]).output
     assert run("prune", directory, "--space", "x").exit_code == 2
+
+
+def test_store_prune_shows_that_pinned_pages_stay(directory: Path) -> None:
+    with closing(FileObjects(directory)) as objects:
+        (space,) = objects.spaces()
+        page = next(iter(objects.stored_objects())).key.page
+        objects.pin(space, [page], "engine", 60)
+        assert "pinned" in run("prune", directory, "--keep", "0").output
+        objects.unpin("engine")
+    pruned = run("prune", directory, "--keep", "0").output
+    assert "0 B left" in pruned
+    assert "pinned" not in pruned
+
+
+def test_demo_ends_its_pins(tmp_path: Path) -> None:
+    assert run("demo", "--directory", tmp_path / "new").exit_code == 0
+    assert "0 B left" in run("prune", tmp_path / "new", "--keep", "0").output
+
+
+def test_store_explain_shows_nothing_of_a_file_that_has_no_tokens(directory: Path) -> None:
+    for text in ("a password", '["a password"]', "[" * 100_000):
+        tokens = directory.parent / "other.json"
+        tokens.write_text(text)
+        done = run("explain", directory, "--tokens", tokens)
+        assert done.exit_code == 2
+        assert str(tokens) in done.output
+        assert "password" not in done.output
 
 
 @pytest.mark.parametrize(
@@ -182,7 +211,7 @@ def test_store_explain_changes_nothing(directory: Path) -> None:
     "fault", ["no index", "stale index", "old writer", "damaged", "no tmp", ""]
 )
 def test_store_ls_and_explain_write_nothing(fault: str, directory: Path) -> None:
-    root = directory / "kvspec-pages-1"
+    root = directory / ROOT
     if fault == "no index":
         shutil.rmtree(root / "index-1")
     elif fault == "stale index":
@@ -252,7 +281,7 @@ def test_store_looks_at_a_bucket_as_at_a_directory(directory: Path, bucket: S3Se
     assert f"{damaged}.damaged" not in bucket.objects
     space = next(iter(before)).split("/")[2]
     assert "deleted 7 objects, 0 B left" in run("prune", place, "--space", space).output
-    assert {letter, f"f/kvspec-pages-1/{space}/space.json"} == bucket.objects.keys()
+    assert {letter, f"f/{ROOT}/{space}/space.json"} == bucket.objects.keys()
     for wrong_option in (["prune", place, "--keep", "0"], ["ls", place, "--owner", "5"]):
         assert 2 == run(*wrong_option).exit_code
 
@@ -274,7 +303,7 @@ def test_store_prune_leaves_files_of_others_and_goes_on(directory: Path) -> None
     first.write_text("a letter to a friend, of some length")
     whole = second.read_bytes()
     second.write_bytes(whole[:-1])
-    space = next((directory / "kvspec-pages-1").glob("?" * 64)).name
+    space = next((directory / ROOT).glob("?" * 64)).name
     pruned = run("prune", directory, "--space", space)
     assert pruned.exit_code == 1
     assert str(first) in pruned.output.replace("\n", "")
@@ -282,7 +311,7 @@ def test_store_prune_leaves_files_of_others_and_goes_on(directory: Path) -> None
 
 
 def test_store_shows_a_name_in_one_line(directory: Path) -> None:
-    os.close(os.open(os.fsencode(directory / "kvspec-pages-1") + b"/\xff\n9 objects", os.O_CREAT))
+    os.close(os.open(os.fsencode(directory / ROOT) + b"/\xff\n9 objects", os.O_CREAT))
     done = run("check", directory)
     assert done.exit_code == 1
     assert [line for line in done.output.splitlines() if line.startswith("9")] == []
@@ -304,9 +333,9 @@ def test_store_opens_a_directory_with_its_own_permissions(mode: int, tmp_path: P
     for arguments in (["ls"], ["check"], ["prune", "--keep", "0"]):
         done = run(arguments[0], tmp_path / "pages", *arguments[1:])
         assert done.exit_code == 0, done.output
-    assert mode == stat.S_IMODE((tmp_path / "pages" / "kvspec-pages-1" / "tmp").stat().st_mode)
+    assert mode == stat.S_IMODE((tmp_path / "pages" / ROOT / "tmp").stat().st_mode)
 
 
 def test_store_refuses_a_directory_that_anybody_may_change(directory: Path) -> None:
-    (directory / "kvspec-pages-1").chmod(0o777)
+    (directory / ROOT).chmod(0o777)
     assert run("ls", directory).exit_code == 2
