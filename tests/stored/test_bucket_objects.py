@@ -167,6 +167,7 @@ def test_a_bucket_that_does_not_exist_is_an_error(server: str) -> None:
     objects = BucketObjects(
         S3Store("none", endpoint=server, client_options={"allow_http": True}, **login)
     )
+    assert has(objects, [key(1)]) == [False]  # After an error, the bucket rests.
     calls = (
         lambda: objects.write(key(1), payload(1), CONTENTS),
         lambda: objects.describe(SPACE, {}),
@@ -177,7 +178,6 @@ def test_a_bucket_that_does_not_exist_is_an_error(server: str) -> None:
         with pytest.raises(StoreError) as caught:
             call()
         assert (caught.value.problem, caught.value.field) == ("failed", "bucket")
-    assert has(objects, [key(1)]) == [False]
 
 
 def test_a_lookup_in_a_bucket_that_is_silent_ends_soon(monkeypatch: pytest.MonkeyPatch) -> None:
