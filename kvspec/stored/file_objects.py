@@ -30,6 +30,7 @@ import os
 import re
 import secrets
 import stat
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -79,6 +80,8 @@ _MOST_FREED, _PAUSE = 200, 0.05
 # tries only so often, because each time locks the index for others.
 _PAUSES = (0.05, 0.25)
 _MOST_SPARE = 1 << 28
+# The first lookup waits so long while a large directory is read. The others do not wait.
+_REFRESH_SECONDS = 5.0
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _TEMPORARY = re.compile(r"\d+-[0-9a-f]{16}")
 _DAMAGED = re.compile(
@@ -255,7 +258,7 @@ class FileObjects:
         """Return for each page whether all its items are stored, as far as the index knows."""
         names = check_pages(space, pages)
         if not self._read_only:
-            self._refresh()
+            self._begin_refresh()
         try:
             found = self._index.items(names)
         except IndexUnavailable:
@@ -536,6 +539,14 @@ class FileObjects:
         except IndexUnavailable as error:
             raise StoreError("failed", path, "index", str(error), "one that works") from error
 
+    def _begin_refresh(self) -> None:
+        """Refresh the index, without waiting long for it: a scheduler may wait for the caller."""
+        with suppress(IndexUnavailable, OSError):
+            if self._index.incomplete():
+                thread = threading.Thread(target=self._refresh, daemon=True)
+                thread.start()
+                thread.join(_REFRESH_SECONDS)
+
     def _refresh(self) -> None:
         """Read the directory if the index is incomplete, and no other process does so."""
         with suppress(IndexUnavailable, OSError):
@@ -551,6 +562,8 @@ class FileObjects:
                         self._index.replace(prefix, self._rows(name, digits))
                 self._index.completed(since)
             finally:
+                # A child that was forked meanwhile has the descriptor, too.
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
                 os.close(descriptor)
 
     def _rows(self, space: str, digits: int) -> Iterator[Row]:

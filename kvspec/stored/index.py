@@ -307,7 +307,7 @@ class PageIndex:
                 sql.execute("BEGIN IMMEDIATE")
                 yield sql
                 sql.execute("COMMIT")
-                self._wait(sql, self._lock_seconds)
+                self._wait(self._lock_seconds)
             except BaseException:
                 with suppress(sqlite3.Error):
                     sql.execute("ROLLBACK")
@@ -364,18 +364,19 @@ class PageIndex:
                 code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
                 if code & 0xFF in _USELESS or code == sqlite3.SQLITE_IOERR_SHORT_READ:
                     self._set_aside(found)
-                elif code & 0xFF == sqlite3.SQLITE_BUSY and self._sql is not None:
+                elif code & 0xFF == sqlite3.SQLITE_BUSY:
                     # The other process may be stopped. A scheduler waits for several calls.
-                    self._wait(self._sql, min(self._lock_seconds, _IMPATIENT_SECONDS))
+                    self._wait(min(self._lock_seconds, _IMPATIENT_SECONDS))
                 raise IndexUnavailable(f"{self._path}: {error}") from error
             except OSError as error:
                 raise IndexUnavailable(f"{self._path}: {error}") from error
 
-    def _wait(self, sql: sqlite3.Connection, lock_seconds: float) -> None:
+    def _wait(self, lock_seconds: float) -> None:
         """Change how long the next calls wait for another process."""
         if lock_seconds != self._waits:
-            sql.execute(f"PRAGMA busy_timeout = {int(1000 * lock_seconds)}")
             self._waits = lock_seconds
+            if self._sql is not None:
+                self._sql.execute(f"PRAGMA busy_timeout = {int(1000 * lock_seconds)}")
 
     def _identity(self) -> tuple[int, ...] | None:
         try:

@@ -19,6 +19,7 @@ import pytest
 from kvspec.errors import StoreError
 from kvspec.stored import index
 from kvspec.stored.file_objects import FileObjects
+from kvspec.stored.index import Row
 from kvspec.stored.objects import ObjectContents
 from tests.support.asked import CONTENTS, SIZE, SPACE, get, has, key, payload, put
 
@@ -287,7 +288,10 @@ def test_pins_of_killed_processes_do_not_stay_without_a_limit(tmp_path: Path) ->
     assert len(owners) < 70
 
 
-def test_only_the_first_call_waits_long_for_a_process_that_is_stopped(tmp_path: Path) -> None:
+@pytest.mark.parametrize("opened", [True, False])
+def test_only_the_first_call_waits_long_for_a_process_that_is_stopped(
+    opened: bool, tmp_path: Path
+) -> None:
     """A scheduler waits for each lookup, which changes the index several times."""
     store = FileObjects(tmp_path)
     put(store, 1)
@@ -299,8 +303,42 @@ def test_only_the_first_call_waits_long_for_a_process_that_is_stopped(tmp_path: 
             store.pin(SPACE, [key(1).page], "reader", 60)
             assert time.monotonic() - begin > 1.5
             for _ in range(6):
+                if not opened:
+                    store.close()
                 store.pin(SPACE, [key(1).page], "reader", 60)
                 assert has(store, [key(1)]) == [True]
             assert time.monotonic() - begin < 10
             other.execute("ROLLBACK")
             store.pin(SPACE, [key(1).page], "reader", 60)
+
+
+def test_a_lookup_does_not_wait_until_a_large_directory_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FileObjects(tmp_path)
+    put(store, 1, 2)
+    rows, go_on = FileObjects._rows, threading.Event()
+
+    def slow_rows(objects: FileObjects, space: str, digits: int) -> Iterator[Row]:
+        if digits:
+            go_on.wait(30)
+        return rows(objects, space, digits)
+
+    monkeypatch.setattr(FileObjects, "_rows", slow_rows)
+    Path(store.root, "index.stale").touch()
+    begin = time.monotonic()
+    assert has(store, [key(1), key(2)]) == [True, True]
+    process = os.fork()
+    if not process:
+        with in_child():
+            time.sleep(1)
+    assert time.monotonic() - begin < 20
+    assert store._index.incomplete()
+    go_on.set()
+    while store._index.incomplete():
+        assert time.monotonic() - begin < 60
+        time.sleep(0.01)
+    Path(store.root, "index.stale").touch()  # The child does not keep others from reading it.
+    assert has(store, [key(1), key(2)]) == [True, True]
+    assert not store._index.incomplete()
+    assert ended(process) == 0
