@@ -359,8 +359,9 @@ class PageIndex:
                     self._sql = self._connect()
                     self._opened_as = found = self._identity()
                 yield self._sql
-            except sqlite3.Error as error:
-                # Rows with other types, or with a text that is not UTF-8, have no code.
+            except (sqlite3.Error, UnicodeDecodeError) as error:
+                # Rows with other types, or with a text that is not UTF-8, have no code. Nor has a
+                # damage of which SQLite's own message is not UTF-8.
                 code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
                 if code & 0xFF in _USELESS or code == sqlite3.SQLITE_IOERR_SHORT_READ:
                     self._set_aside(found)

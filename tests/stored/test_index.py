@@ -96,6 +96,23 @@ def test_an_index_of_an_earlier_start_of_the_machine_is_made_again(
     assert FileObjects(tmp_path).num_bytes() == 2 * FILE
 
 
+def test_an_index_whose_damage_is_no_text_is_made_again(tmp_path: Path) -> None:
+    """SQLite names the damage by its bytes, which Python cannot decode."""
+    store = FileObjects(tmp_path)
+    put(store, 1, 2)
+    store.close()
+    found = database(store.root).read_bytes()
+    broken = found.replace(
+        b"triggeraddedpagesCREATE TRIGGER", b"trigger\xdeddedpagesCREATE TRIGGEX"
+    )
+    assert broken != found
+    database(store.root).write_bytes(broken)
+    has(store, [key(1)])
+    assert has(store, [key(1), key(2)]) == [True, True]
+    put(store, 3)
+    assert store.num_bytes() == 3 * FILE
+
+
 @pytest.mark.parametrize("gone", ["-wal", "-shm", ""])
 def test_an_index_whose_files_are_deleted_while_it_is_open_works_again(
     gone: str, tmp_path: Path
