@@ -32,6 +32,7 @@ import os
 import re
 import secrets
 import stat
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -74,11 +75,15 @@ _MOST_WRITE = 1 << 30
 # Objects that are added to the index together. The index does not know those of a batch whose
 # writer is killed, and does not count their bytes, until they are written again.
 _MOST_NEW, _MOST_NEW_BYTES = 64, 1 << 22
-# More bytes at once would lock the index for other processes for too long.
-_MOST_FREED = 1 << 28
+# Objects that leave together. More would lock the index for other processes for too long. They try
+# to lock it every 0.1 seconds at worst, so it is free for some of this time before the next pages.
+_MOST_FREED, _PAUSE = 200, 0.05
 # A lookup pins all pages of its prompt for some milliseconds, so a writer waits for their room. It
 # tries only so often, because each time locks the index for others.
 _PAUSES = (0.05, 0.25)
+_MOST_SPARE = 1 << 28
+# The first lookup waits so long while a large directory is read. The others do not wait.
+_REFRESH_SECONDS = 5.0
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _TEMPORARY = re.compile(r"\d+-[0-9a-f]{16}")
 _DAMAGED = re.compile(
@@ -173,7 +178,8 @@ class FileObjects:
         paths = [self._path(key) for key, _ in views]
         # With a limit, they must not displace each other.
         most = _MOST_NEW_BYTES if self.limit is None else min(self.limit // 64, _MOST_NEW_BYTES)
-        count = min(max(1, most // contents.num_bytes), _MOST_NEW)
+        size = _file_bytes(views[0][0], contents) if views else 1
+        count = min(max(1, most // size), _MOST_NEW)
         created = list[bool]()
         for at in range(0, len(views), count):
             created += self._write_some(views[at : at + count], paths[at : at + count], contents)
@@ -187,16 +193,18 @@ class FileObjects:
                 self._safe.clear()
             self._make_folder(folder)
         if self.limit is not None and (new := [p for p in paths if not os.path.lexists(p)]):
-            size = len(header.encode(views[0][0], contents, "")) + contents.num_bytes
-            self._make_room(len(new) * size, new[0])
+            self._make_room(len(new) * _file_bytes(views[0][0], contents), new[0])
         rows: list[Row] = []
 
         def write(key: ObjectKey, view: memoryview, path: str) -> bool:
             head = header.encode(key, contents, checksum(view))
             created = not os.path.lexists(path) and self._create(path, [memoryview(head), view])
             if not created:  # It counts as stored, so it must be a file that can be read.
-                with suppress(FileNotFoundError):
-                    self._check_owner(path, os.lstat(path), stat.S_IFREG, 0o022 & ~self._mode)
+                try:
+                    self.inspect(key)
+                except StoreError as error:
+                    if error.problem not in ("absent", "damaged"):
+                        raise
             size = len(head) + view.nbytes
             rows.append((_page(key), _item(key.group, key.chunk), size, time.time_ns()))
             return created
@@ -252,7 +260,7 @@ class FileObjects:
         """Return for each page whether all its items are stored, as far as the index knows."""
         names = check_pages(space, pages)
         if not self._read_only:
-            self._refresh()
+            self._begin_refresh()
         try:
             found = self._index.items(names)
         except IndexUnavailable:
@@ -373,9 +381,11 @@ class FileObjects:
                 key = ObjectKey(page[:32].hex(), page[32:].hex(), group, chunk)
                 # Another kind of file stays. A row of a damaged index may have no key.
                 with suppress(StoreError, SpecError):
-                    deleted.append(self._remove(key))
+                    self.inspect(key)
+                    deleted.append(self._delete_file(key))
 
-        self._index.free_bytes(num_bytes, delete)
+        while (num_bytes := self._index.free_bytes(num_bytes, _MOST_FREED, delete)) > 0:
+            time.sleep(_PAUSE)
         return sum(deleted)
 
     def close(self) -> None:
@@ -436,7 +446,7 @@ class FileObjects:
                 descriptor = os.open(path, flags)
             except FileNotFoundError:
                 if key is not None:
-                    self._unlist(key, 0, lambda: not os.path.lexists(path))
+                    self._unlist(key, lambda: not os.path.lexists(path))
                     raise absent(key) from None
                 raise
             status = os.fstat(descriptor)
@@ -444,8 +454,10 @@ class FileObjects:
                 self._check_owner(path, status, stat.S_IFREG, 0o022 & ~self._mode)
                 yield descriptor, status
             except StoreError as error:
-                if error.problem == "damaged" and key is not None:
+                if key is not None and error.problem == "damaged":
                     self._set_aside(path, status, key)
+                elif key is not None:  # It stays, and a lookup must not find it.
+                    self._unlist(key, lambda: True)
                 raise
             finally:
                 os.close(descriptor)
@@ -476,31 +488,38 @@ class FileObjects:
 
         if self._read_only:
             return
-        self._unlist(key, status.st_size, rename)
+        self._unlist(key, rename)
 
-    def _unlist(self, key: ObjectKey, num_bytes: int, gone: Callable[[], bool]) -> bool:
-        item = _item(key.group, key.chunk)
+    def _unlist(self, key: ObjectKey, gone: Callable[[], bool]) -> bool:
+        item, folder = _item(key.group, key.chunk), os.path.dirname(self._path(key))
+
+        def num_bytes(items: str) -> int:
+            total = 0
+            for one in filter(None, items.split("/")):
+                with suppress(OSError):
+                    total += os.lstat(f"{folder}/{key.page},{one}{OBJECT_SUFFIX}").st_size
+            return total
+
         try:
-            return self._index.discard(_page(key), item, num_bytes, gone)
+            return self._index.discard(_page(key), item, gone, num_bytes)
         except IndexUnavailable:  # It is marked as incomplete now.
             return gone()
 
     def _remove(self, key: ObjectKey) -> bool:
-        path = self._path(key)
         try:
-            found = self.inspect(key)
+            self.inspect(key)
         except StoreError as error:
             if error.problem == "absent":
                 return False
             raise
+        return self._unlist(key, lambda: self._delete_file(key))
 
-        def delete() -> bool:
-            with _named(path), suppress(FileNotFoundError):
-                os.unlink(path)
-                return True
-            return False
-
-        return self._unlist(key, found.start + found.num_bytes, delete)
+    def _delete_file(self, key: ObjectKey) -> bool:
+        path = self._path(key)
+        with _named(path), suppress(FileNotFoundError):
+            os.unlink(path)
+            return True
+        return False
 
     def _make_room(self, num_bytes: int, path: str) -> None:
         if self.limit is None:
@@ -512,7 +531,7 @@ class FileObjects:
             for pause in (*_PAUSES, None):
                 excess = self._index.num_bytes() + num_bytes - self.limit
                 if excess > 0:  # A little more, so that not every write has to look for pages.
-                    self.free_bytes(excess + min(self.limit // 64, _MOST_FREED))
+                    self.free_bytes(excess + min(self.limit // 64, _MOST_SPARE))
                     excess = self._index.num_bytes() + num_bytes - self.limit
                 if excess <= 0:
                     return
@@ -521,6 +540,14 @@ class FileObjects:
                 time.sleep(pause)
         except IndexUnavailable as error:
             raise StoreError("failed", path, "index", str(error), "one that works") from error
+
+    def _begin_refresh(self) -> None:
+        """Refresh the index, without waiting long for it: a scheduler may wait for the caller."""
+        with suppress(IndexUnavailable, OSError):
+            if self._index.incomplete():
+                thread = threading.Thread(target=self._refresh, daemon=True)
+                thread.start()
+                thread.join(_REFRESH_SECONDS)
 
     def _refresh(self) -> None:
         """Read the directory if the index is incomplete, and no other process does so."""
@@ -537,6 +564,8 @@ class FileObjects:
                         self._index.replace(prefix, self._rows(name, digits))
                 self._index.completed(since)
             finally:
+                # A child that was forked meanwhile has the descriptor, too.
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
                 os.close(descriptor)
 
     def _rows(self, space: str, digits: int) -> Iterator[Row]:
@@ -628,6 +657,10 @@ def _named(path: str) -> Iterator[None]:
 def _kind(key: ObjectKey) -> tuple[str, ...]:
     """Return the part of a key that objects with a common header share."""
     return key.space, key.group, key.chunk
+
+
+def _file_bytes(key: ObjectKey, contents: ObjectContents) -> int:
+    return len(header.encode(key, contents, checksum(b""))) + contents.num_bytes
 
 
 def _page(key: ObjectKey) -> bytes:

@@ -23,9 +23,12 @@ How it works:
     are too many, the oldest ones are counted earlier.
 
     The database has a directory of its own. If it is corrupt, the directory is renamed, so that the
-    files of SQLite stay together. An index that cannot be changed, because another process
-    holds its lock, leaves the mark `index.stale`. Both let `incomplete` be true, so that the
-    directory is read again.
+    files of SQLite stay together. The mark `index.stale` means that the directory must be read
+    again. An index gets it if it cannot be changed, because another process holds its lock, if it
+    is new, or if the machine has started since: nothing waits until the index is on the disk.
+
+    SQLite keeps its locks by process, and a child of fork would take those of its parent for its
+    own. So each index is closed before a fork, and opened again by the next call.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ import sqlite3
 import stat
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -87,14 +91,23 @@ AS (SELECT 0 WHERE ?2 UNION ALL SELECT at + 1 FROM wanted WHERE at + 1 < ?2)
 SELECT at, items FROM wanted LEFT JOIN pages ON page = substr(?1, 64 * at + 1, 64)
 WHERE items IS NOT ?3
 """
-# The codes of a missing table, of a damaged file, and of a file of another kind.
+# The codes of a missing table, of a damaged file, and of a file of another kind. Besides, a read is
+# too short if somebody has deleted or cut a file of an open index.
 _USELESS = {sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 _PAGE_BYTES = 64
 # The end of a row that is only a use; the most bytes of all such rows, and what a short row counts.
 _ENDED = 0.0
 _MOST_NOTED, _LEAST_NOTED = 1 << 20, 1 << 14
+_HAS_ENDED = "(until < ? OR until > ?)"
 # The largest integer of SQLite.
 _MOST_USED = (1 << 63) - 1
+# SQLite tries again after at most 0.1 seconds.
+_IMPATIENT_SECONDS = 0.1
+_BOOT_ID = "/proc/sys/kernel/random/boot_id"
+
+_INDEXES: weakref.WeakSet[PageIndex] = weakref.WeakSet()
+_FORKING = threading.Lock()
+_CLOSED: list[PageIndex] = []  # Those that wait for the end of a fork.
 
 Row = tuple[bytes, str, int, int]
 """One object in one row: page, item, bytes, and the time of its last use in nanoseconds."""
@@ -110,7 +123,8 @@ class PageIndex:
     Args:
         root: The directory of the store.
         mode: Permissions of the directory of the index.
-        lock_seconds: How long to wait for another process that changes the index.
+        lock_seconds: How long to wait for another process that changes the index. The calls behind
+            one that has waited in vain do not wait so long, until one of them succeeds.
         read_only: Whether to change no file. SQLite writes even if it only reads, so the index is
             then unavailable.
     """
@@ -121,18 +135,20 @@ class PageIndex:
         self._folder, self._stale = Path(root, INDEX), Path(root, "index.stale")
         self._path = f"{self._folder}/pages.sqlite3"
         self._mode = mode
-        self._lock_seconds, self._read_only = lock_seconds, read_only
+        self._lock_seconds = self._waits = lock_seconds
+        self._read_only = read_only
         self._lock = threading.RLock()
         self._sql: sqlite3.Connection | None = None
         self._opened_as: tuple[int, ...] | None = None
         self._usual: str | None = None  # The items of the page that was found last.
         # A child of fork must not close the connection of its parent, so it keeps the object.
         self._of_parents: list[sqlite3.Connection] = []
+        _INDEXES.add(self)
 
     def incomplete(self) -> int:
         """Return when the index became incomplete, in nanoseconds, or 0 if it is complete."""
-        if not os.path.exists(self._path):
-            self._stale.touch(self._mode & 0o666)
+        with self._open():  # It marks an index that is new or old.
+            pass
         try:
             return self._stale.stat().st_mtime_ns or 1
         except FileNotFoundError:
@@ -172,23 +188,28 @@ class PageIndex:
             marks = ",".join("?" * len(spaces))
             which = f"DELETE FROM pages WHERE substr(page, 1, 32) NOT IN ({marks})"  # noqa: S608
             sql.execute(which, [bytes.fromhex(space) for space in spaces])
+            # A loss of power may leave a sum of other rows.
+            sql.execute("UPDATE total SET bytes = (SELECT ifnull(sum(bytes), 0) FROM pages)")
             return spaces
 
-    def discard(self, page: bytes, item: str, num_bytes: int, gone: Callable[[], bool]) -> bool:
+    def discard(
+        self, page: bytes, item: str, gone: Callable[[], bool], num_bytes: Callable[[str], int]
+    ) -> bool:
         """Forget one object if *gone* returns that its file is gone.
 
         *gone* runs while no other process can add the object. So a process that writes the object
-        again at this time adds it afterwards.
+        again at this time adds it afterwards. *num_bytes* returns the bytes of the files of the
+        items that are left: the file that is gone may have had another size than it was noted with.
         """
         with self._changing() as sql:
             if not gone():
                 return False
-            sql.execute(
-                "UPDATE pages SET items = replace(items, ?1, '/'), bytes = max(0, bytes - ?2)"
-                " WHERE page = ?3 AND instr(items, ?1)",
-                (f"/{item}/", num_bytes, page),
-            )
-            sql.execute("DELETE FROM pages WHERE page = ? AND items = '/'", (page,))
+            row = sql.execute("SELECT items FROM pages WHERE page = ?", (page,)).fetchone()
+            if row is not None:
+                left = _checked(row, str)[0].replace(f"/{item}/", "/")
+                change = "UPDATE pages SET items = ?, bytes = ? WHERE page = ?"
+                sql.execute(change, (left, num_bytes(left), page))
+                sql.execute("DELETE FROM pages WHERE page = ? AND items = '/'", (page,))
             return True
 
     def items(self, pages: bytes) -> list[str]:
@@ -228,31 +249,40 @@ class PageIndex:
             if pin is not None and _checked(pin, bytes)[0]:
                 _note(sql, pin[0])
 
-    def free_bytes(self, num_bytes: int, delete: Callable[[bytes, str], None]) -> None:
+    def free_bytes(
+        self, num_bytes: int, most_objects: int, delete: Callable[[bytes, str], None]
+    ) -> int:
         """Delete the pages that were not used for longest, without those that are pinned.
 
         Args:
             num_bytes: Bytes that the pages must have in sum.
+            most_objects: Objects after which no further page is deleted, because the index is
+                locked meanwhile.
             delete: Deletes the files of a page and its items, while no other process can add them.
+
+        Returns:
+            The number of bytes that are left to delete, if there are such pages.
         """
         with self._changing() as sql:
             now = time.time()
-            _count_uses(sql, "until < ? OR until > ?", now, now + MAX_PIN)
+            _count_uses(sql, _HAS_ENDED, now, now + MAX_PIN)
             pins = [_checked(row, bytes)[0] for row in sql.execute("SELECT pages FROM pins")]
             pinned = {page for pages in pins for page in _split(pages)}
             taken = []
             oldest = sql.execute("SELECT page, items, bytes FROM pages ORDER BY used")
             for row in oldest:
-                if num_bytes <= 0:
+                if num_bytes <= 0 or most_objects <= 0:
                     break
                 page, items, size = _checked(row, bytes, str, int)
                 if page not in pinned:
                     taken.append((page, items))
                     num_bytes -= size
+                    most_objects -= items.count("/") - 1
             oldest.close()
             for page, items in taken:
                 delete(page, items)
             sql.executemany("DELETE FROM pages WHERE page = ?", [(page,) for page, _ in taken])
+            return 0 if most_objects > 0 else num_bytes
 
     def close(self) -> None:
         """Close the database. The next call opens it again."""
@@ -275,10 +305,11 @@ class PageIndex:
             if sql.in_transaction:  # A function that was passed to this index calls it.
                 yield sql
                 return
-            sql.execute("BEGIN IMMEDIATE")
-            try:
+            try:  # A signal that comes while BEGIN waits raises its exception behind it.
+                sql.execute("BEGIN IMMEDIATE")
                 yield sql
                 sql.execute("COMMIT")
+                self._wait(self._lock_seconds)
             except BaseException:
                 with suppress(sqlite3.Error):
                     sql.execute("ROLLBACK")
@@ -292,8 +323,24 @@ class PageIndex:
         except IndexUnavailable:
             with suppress(OSError):
                 if not self._read_only:
-                    self._stale.touch(self._mode & 0o666)
+                    self._mark()
             raise
+
+    def _mark(self) -> None:
+        """Mark the index as incomplete."""
+        create = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        descriptor = os.open(self._stale, create, self._mode & 0o666)
+        try:
+            self._share(descriptor, self._mode & 0o666)
+            os.utime(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _share(self, path: str | Path | int, mode: int) -> None:
+        """Set permissions for other users, which the umask would take away."""
+        if mode & 0o077:
+            with suppress(PermissionError):  # Another user has created it.
+                os.chmod(path, mode)
 
     @contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
@@ -314,14 +361,25 @@ class PageIndex:
                     self._sql = self._connect()
                     self._opened_as = found = self._identity()
                 yield self._sql
-            except sqlite3.Error as error:
-                # Rows with other types, or with a text that is not UTF-8, have no code.
+            except (sqlite3.Error, UnicodeDecodeError) as error:
+                # Rows with other types, or with a text that is not UTF-8, have no code. Nor has a
+                # damage of which SQLite's own message is not UTF-8.
                 code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
-                if code & 0xFF in _USELESS:
+                if code & 0xFF in _USELESS or code == sqlite3.SQLITE_IOERR_SHORT_READ:
                     self._set_aside(found)
+                elif code & 0xFF == sqlite3.SQLITE_BUSY:
+                    # The other process may be stopped. A scheduler waits for several calls.
+                    self._wait(min(self._lock_seconds, _IMPATIENT_SECONDS))
                 raise IndexUnavailable(f"{self._path}: {error}") from error
             except OSError as error:
                 raise IndexUnavailable(f"{self._path}: {error}") from error
+
+    def _wait(self, lock_seconds: float) -> None:
+        """Change how long the next calls wait for another process."""
+        if lock_seconds != self._waits:
+            self._waits = lock_seconds
+            if self._sql is not None:
+                self._sql.execute(f"PRAGMA busy_timeout = {int(1000 * lock_seconds)}")
 
     def _identity(self) -> tuple[int, ...] | None:
         try:
@@ -334,47 +392,68 @@ class PageIndex:
 
     def _connect(self) -> sqlite3.Connection:
         if not os.path.exists(self._path):
-            if not self._stale.exists():
-                self._stale.touch(self._mode & 0o666)
             with suppress(FileExistsError):
                 self._folder.mkdir(self._mode)
+                self._share(self._folder, self._mode)
             with suppress(FileExistsError):
                 create = os.O_CREAT | os.O_EXCL | os.O_WRONLY
-                os.close(os.open(self._path, create, self._mode & 0o666))
+                descriptor = os.open(self._path, create, self._mode & 0o666)
+                try:
+                    self._share(descriptor, self._mode & 0o666)
+                finally:
+                    os.close(descriptor)
         sql = sqlite3.connect(
-            self._path, self._lock_seconds, isolation_level=None, check_same_thread=False
+            self._path, self._waits, isolation_level=None, check_same_thread=False
         )
+        try:
+            self._set_up(sql)
+        except BaseException:
+            sql.close()  # It refers to itself, so Python would close it much later.
+            raise
+        return sql
+
+    def _set_up(self, sql: sqlite3.Connection) -> None:
         # After a loss of power the index may be old or corrupt. The directory is the truth.
         for setting in ("journal_mode = WAL", "synchronous = OFF", "trusted_schema = OFF"):
             sql.execute(f"PRAGMA {setting}")
         sql.execute("PRAGMA cache_size = -8000")  # 8 MB: the inner nodes of 10^6 pages fit in.
-        if not sql.execute("PRAGMA user_version").fetchone()[0]:
+        if not self._is_current(sql):
             with sql:
                 sql.execute("BEGIN IMMEDIATE")
-                if not sql.execute("PRAGMA user_version").fetchone()[0]:
-                    for statement in _SCHEMA.split("\n\n"):
-                        sql.execute(statement)
-        return sql
+                if not self._is_current(sql):
+                    self._mark()
+                    if not sql.execute("PRAGMA user_version").fetchone()[0]:
+                        for statement in _SCHEMA.split("\n\n"):
+                            sql.execute(statement)
+                    sql.execute(f"PRAGMA application_id = {_boot()}")
+
+    def _is_current(self, sql: sqlite3.Connection) -> bool:
+        """Return whether the index has tables, and was used since the machine started."""
+        pragmas = ("PRAGMA user_version", "PRAGMA application_id")
+        version, boot = (sql.execute(each).fetchone()[0] for each in pragmas)
+        return bool(version) and boot == _boot()
 
     def _set_aside(self, found: tuple[int, ...] | None) -> None:
         """Rename a useless index, unless another process has replaced it already."""
         self.close()
         with suppress(OSError):
-            self._stale.touch(self._mode & 0o666)
+            self._mark()
             if self._identity() == found:
                 self._folder.rename(f"{self._folder}.damaged-{os.getpid()}-{time.time_ns()}")
 
 
 def _note(sql: sqlite3.Connection, pages: bytes) -> None:
-    """Keep the use of *pages* in a row, until `_count_uses`."""
+    """Keep the use of *pages* in a row, until `_count_uses`. Pins that have ended are uses, too."""
     row = checksum(pages).encode(), _ENDED, pages
     sql.execute("INSERT OR REPLACE INTO pins VALUES (?, ?, ?)", row)
-    which = "SELECT rowid, length(pages) FROM pins WHERE until = ? ORDER BY rowid DESC"
+    which, now = f"SELECT rowid, length(pages) FROM pins WHERE {_HAS_ENDED}", time.time()  # noqa: S608
     room = _MOST_NOTED
-    for number, length in sql.execute(which, (_ENDED,)).fetchall():
+    ended = sql.execute(f"{which} ORDER BY rowid DESC", (now, now + MAX_PIN)).fetchall()
+    for row in ended:
+        number, length = _checked(row, int, int)
         room -= max(length, _LEAST_NOTED)
         if room < 0:
-            _count_uses(sql, "until = ? AND rowid <= ?", _ENDED, number)
+            _count_uses(sql, f"{_HAS_ENDED} AND rowid <= ?", now, now + MAX_PIN, number)
             break
 
 
@@ -402,3 +481,33 @@ def _checked(row: Any, *kinds: type) -> Any:  # noqa: ANN401 - the values of any
 
 def _split(pages: bytes) -> Iterator[bytes]:
     return (pages[at : at + _PAGE_BYTES] for at in range(0, len(pages), _PAGE_BYTES))
+
+
+def _boot() -> int:
+    """Return a number of this start of the machine, or 0 if it is not known.
+
+    SQLite keeps 32 bits with a sign of it.
+    """
+    try:
+        return int(Path(_BOOT_ID).read_text("ascii")[:7], 16)
+    except (OSError, ValueError):
+        return 0
+
+
+def _before_fork() -> None:
+    """Close all indexes. Other threads wait, so that no lock is copied while it is held."""
+    _FORKING.acquire()
+    for index in [*_INDEXES]:
+        index._lock.acquire()  # noqa: SLF001
+        _CLOSED.append(index)
+        if index._sql is None or not index._sql.in_transaction:  # noqa: SLF001
+            index.close()
+
+
+def _after_fork() -> None:
+    while _CLOSED:
+        _CLOSED.pop()._lock.release()  # noqa: SLF001
+    _FORKING.release()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)

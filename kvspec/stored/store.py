@@ -512,7 +512,8 @@ class RankPages:
         All ranks of the engine make the same call. The blocks must not change during the call.
 
         Args:
-            names: Names of the pages of the prompt, from its first page on.
+            names: Names of the pages of the prompt, from its first page on. "" for a page before
+                *first_page* whose name is not known.
             first_page: Number of the first page to save.
             num_pages: Number of pages. All their tokens have been computed.
             tables: Block tables of the prompt by group of the engine. A window group may have null
@@ -546,7 +547,7 @@ class RankPages:
             saved = Saved(not_whole={group: pages for group, pages in missing.items() if pages})
             objects, space = self.store.objects, self.store.space
             # A page is useful only with the pages before it, so these leave last.
-            objects.use(space, names[:first_page])
+            objects.use(space, [*filter(None, names[:first_page])])
             for batch in _batches(wanted, slots.pages):
                 for stored in slots.objects:
                     pages = [
@@ -555,7 +556,7 @@ class RankPages:
                         if page in batch and plan.writer(*stored, page) == self.cache.rank
                     ]
                     saved = self._save(saved, stored, pages, names, (tables, states))
-            objects.use(space, names[: wanted.stop])
+            objects.use(space, [*filter(None, names[: wanted.stop])])
             return saved
 
     def _save(

@@ -234,6 +234,59 @@ def test_latents_are_stored_by_the_first_rank_and_loaded_by_all(
     assert (host.rows[:, :, 3:] == first).all()
 
 
+def prefix(keys: list[str]) -> Any:
+    """Return SGLang's `HiCacheStorageExtraInfo`."""
+    return SimpleNamespace(prefix_keys=keys)
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("limit", [None, 1 << 20])
+def test_nodes_behind_a_prefix_are_stored(
+    known: bool, limit: int | None, sglang: Any, tmp_path: Path
+) -> None:
+    """SGLang may have forgotten the hashes before a node, and so may kvspec their names."""
+    storage, host = opened(sglang, tmp_path, "layer_first", limit=limit)
+    host.rows[...] = np.random.default_rng(1).integers(1, 1 << 16, host.rows.shape)
+    wanted = hashes(TOKENS, None, PAGE)
+    storage.name_prompt(TOKENS, None, None)
+    for number in range(3):
+        extra = prefix(wanted[:number]) if known else None
+        assert storage.batch_set_v1(wanted[number : number + 1], indices(number), extra) == [True]
+    other, other_host = opened(sglang, tmp_path, "layer_first", value=7)
+    other.name_prompt(TOKENS, None, None)
+    assert other.batch_exists(wanted) == 3
+    assert other.batch_get_v1(wanted, indices(5, 4, 3)) == [True] * 3
+    assert (other_host.rows[:, :, [5, 4, 3]] == host.rows[:, :, :3]).all()
+
+
+def test_pages_that_are_loaded_leave_late_and_the_first_ones_last(
+    sglang: Any, tmp_path: Path
+) -> None:
+    storage, _ = opened(sglang, tmp_path, "layer_first", limit=1 << 20)
+    prompts = [[start + token for token in TOKENS] for start in (0, 30)]
+    found = []
+    for tokens in prompts:
+        storage.name_prompt(tokens, None, None)
+        wanted = hashes(tokens, None, PAGE)
+        for number in range(3):
+            before = prefix(wanted[:number])
+            assert all(storage.batch_set_v1([wanted[number]], indices(number), before))
+        found.append(wanted)
+    first = found[0]
+    for number in range(3):
+        before = prefix(first[:number])
+        assert all(storage.batch_get_v1([first[number]], indices(number), before))
+    left = []
+    while there := [storage.batch_exists(wanted) for wanted in found]:
+        left.append(there)
+        if not any(there):
+            break
+        storage.store.objects.free_bytes(1)
+    assert [3, 3] == left[0]
+    assert [3, 0] in left, "the prompt that was loaded left first"
+    assert [1, 0] in left
+
+
 def test_damaged_page_ends_the_load(sglang: Any, tmp_path: Path) -> None:
     wanted, _ = stored(sglang, tmp_path, "layer_first", tp=1)
     storage, host = opened(sglang, tmp_path, "layer_first", value=7)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import sqlite3
-from contextlib import closing
+import threading
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ from kvspec.stored import (
     PromptIdentity,
     StoredSpec,
 )
+from kvspec.stored.index import IndexUnavailable, PageIndex
+from kvspec.stored.objects import ObjectContents
 from tests.support.asked import SIZE, SPACE, has, key, put
 
 PAGE, BLOCK, PAGES = 8, 4, 5
@@ -80,3 +83,24 @@ def test_uses_are_counted_in_their_order_and_few_are_kept(tmp_path: Path) -> Non
         assert objects.free_bytes(1) == 1
         assert not any(has(objects, [key(page)]))
     objects.close()
+
+
+def test_other_processes_use_the_index_while_many_pages_leave(tmp_path: Path) -> None:
+    """A limit that was lowered lets many pages leave, and a scheduler waits for its lookups."""
+    objects, other = FileObjects(tmp_path), FileObjects(tmp_path)
+    count = 1100
+    small = ObjectContents.of_bytes(1)
+    for first in range(0, count, 100):
+        pages = range(first, first + 100)
+        objects.write_all([(key(page), memoryview(b"x")) for page in pages], small)
+    other._index = PageIndex(other.root, 0o700, lock_seconds=0.0)
+    thread = threading.Thread(target=objects.free_bytes, args=(1 << 40,))
+    thread.start()
+    sizes = set()
+    while thread.is_alive():
+        with suppress(IndexUnavailable):
+            other._index.pin(bytes.fromhex(SPACE + key(count).page), "reader", 5)
+            sizes.add(other.num_bytes())
+    thread.join()
+    assert len(sizes - {0, count * 4097}) >= 3
+    assert not [*objects.stored_objects()]

@@ -226,7 +226,9 @@ def test_files_of_others_are_refused_and_stay(store: FileObjects) -> None:
     assert problem(store, 3) == ("foreign", "key")
     assert problem(store, 4) == ("version", "version")
     for page in (2, 3, 4):
-        assert not store.write(key(page), payload(page), CONTENTS)
+        with pytest.raises(StoreError) as caught:  # It would count as stored.
+            store.write(key(page), payload(page), CONTENTS)
+        assert caught.value.problem == ("version" if page == 4 else "foreign")
         with pytest.raises(StoreError):
             store.remove([key(page)])
     store.free_bytes(1 << 40)
@@ -248,6 +250,20 @@ def test_files_of_another_version_are_neither_found_nor_changed(tmp_path: Path) 
         put(objects, 1)
         assert get(objects, 1) == bytes(payload(1))
     assert before == {path: path.read_bytes() for path in older.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("at", [0, 9, 30, 60, 200, 4096])
+def test_an_object_that_cannot_be_read_is_not_found_again(at: int, store: FileObjects) -> None:
+    """A changed byte of a header may look like the file of another program, which stays."""
+    put(store, 1, 2)
+    with file_of(store, 1).open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
+    assert problem(store, 1)[0] in ("damaged", "foreign", "version")
+    assert has(store, [key(1), key(2)]) == [False, True]
+    assert store.num_bytes() == SIZE + 4096
 
 
 def test_links_pipes_and_open_permissions_are_refused(store: FileObjects, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ BROKEN = (
     "INSERT INTO pages VALUES (x'00', '/full,tp0/', 5, 5)",
     "INSERT INTO pins VALUES ('x', 'abc', 5)",
     "INSERT INTO pins VALUES ('x', 9e99, 'text')",
+    "INSERT INTO pins VALUES (NULL, 0, NULL)",
     "UPDATE total SET bytes = 'x'",
     "DELETE FROM total",
     "PRAGMA user_version = 7",

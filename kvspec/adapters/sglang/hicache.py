@@ -305,18 +305,22 @@ class Pages:
             log.info("%d of %d pages are stored under their names%s", pages, len(keys), unnamed)
         return pages
 
-    def batch_get_v1(self, keys: Sequence[str], host_indices: Any, _: Any = None) -> list[bool]:
+    def batch_get_v1(
+        self, keys: Sequence[str], host_indices: Any, extra_info: Any = None
+    ) -> list[bool]:
         """Load pages into the host pool. Return for each one whether it is there."""
         found = list[NamedPage]() if PROCESS.stopped else self.hashes.run(keys)
-        count = self._load(found, host_indices) if found else 0
+        count = self._load(found, host_indices, extra_info) if found else 0
         return [number < count for number in range(len(keys))]
 
-    def _load(self, found: list[NamedPage], host_indices: Any) -> int:
+    def _load(self, found: list[NamedPage], host_indices: Any, extra_info: Any) -> int:
         """Return how many of the pages *found* were loaded."""
-        first, names, tables = self._places(found, host_indices)
+        first, names, tables = self._places(found, host_indices, extra_info)
         known = first * self._settings.page_tokens
         try:
             self._loading.load(names, len(names), tables, cached_tokens=known)
+            # SGLang calls no `lookup`, which would note it.
+            self.store.objects.use(self.store.space, [*filter(None, names)])
         except LoadError as error:
             log.warning("%s", error)
             return (error.missing.start - first) // self.hashes.per_page
@@ -325,15 +329,17 @@ class Pages:
             return 0
         return len(found)
 
-    def batch_set_v1(self, keys: Sequence[str], host_indices: Any, _: Any = None) -> list[bool]:
+    def batch_set_v1(
+        self, keys: Sequence[str], host_indices: Any, extra_info: Any = None
+    ) -> list[bool]:
         """Store pages of the host pool. Return for each one whether it is stored."""
         found = list[NamedPage]() if PROCESS.stopped else self.hashes.run(keys)
         self.hashes.unnamed += len(keys) - len(found)
-        count = len(found) if found and self._save(found, host_indices) else 0
+        count = len(found) if found and self._save(found, host_indices, extra_info) else 0
         return [number < count for number in range(len(keys))]
 
-    def _save(self, found: list[NamedPage], host_indices: Any) -> bool:
-        first, names, tables = self._places(found, host_indices)
+    def _save(self, found: list[NamedPage], host_indices: Any, extra_info: Any) -> bool:
+        first, names, tables = self._places(found, host_indices, extra_info)
         try:
             self._saving.save(names, first, len(names) - first, tables)
         except (KVSpecError, OSError) as error:
@@ -342,12 +348,18 @@ class Pages:
         return True
 
     def _places(
-        self, found: list[NamedPage], host_indices: Any
+        self, found: list[NamedPage], host_indices: Any, extra_info: Any
     ) -> tuple[int, list[str], dict[str, BlockTable]]:
-        """Return the first stored page, the names of the prompt from its start, and the table."""
+        """Return the first stored page, the names of the prompt from its start, and the table.
+
+        Pages before the first one whose names are not known any more are named "".
+        """
         first, size = found[0].first, self.mem_pool_host.page_size
-        # The names of the pages before them are never used.
-        names = [*[""] * first, *(name for page in found for name in page.names)]
+        before = self.hashes.run(getattr(extra_info, "prefix_keys", None) or ())
+        names = [name for page in before for name in page.names]
+        if len(names) != first:
+            names = [""] * first
+        names += [name for page in found for name in page.names]
         blocks = [index // size for index in host_indices[::size].tolist()][: len(found)]
         table = BlockTable(blocks, first_token=first * self._settings.page_tokens)
         return first, names, {self._group: table}
