@@ -16,6 +16,7 @@ How it works:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cache
 from itertools import combinations, permutations, product
 from typing import Any
 
@@ -139,12 +140,17 @@ def changed(base: PagedPrompt, fields: Mapping[str, Any]) -> PagedPrompt:
     return attrs.evolve(base, **parts)
 
 
-def prompt_pairs(*, placements: bool = True) -> Iterator[PromptPair]:
-    """Yield pairs of prompts, of which all but those of the last kinds differ in one fact.
+@cache
+def prompt_pairs(*, placements: bool = True) -> tuple[PromptPair, ...]:
+    """Return pairs of prompts, of which all but those of the last kinds differ in one fact.
 
     Args:
         placements: Whether the pages may be cut in several ways. See `Supports`.
     """
+    return tuple(_pairs(placements=placements))
+
+
+def _pairs(*, placements: bool) -> Iterator[PromptPair]:
     for fact, first, second in _changes():
         one, other = (changed(BASE, {fact: value}) for value in (first, second))
         yield PromptPair(fact=fact, one=one, other=other)

@@ -22,8 +22,8 @@ def test_system_answers_on_all_levels() -> None:
     assert all(getattr(SYSTEM, question) is not None for question in questions)
 
 
-# "everything" draws from these axes too.
-LONG = ("windows", "cp", "layouts", "tp", "groups")
+# "everything" draws from these axes too, and `test_stores` judges each pair of "names".
+LONG = ("windows", "cp", "layouts", "tp", "groups", "names")
 
 
 @pytest.mark.parametrize(

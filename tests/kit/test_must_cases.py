@@ -17,9 +17,12 @@ from kvspec.testing.kinds import KINDS, kinds_of
 from kvspec.testing.kit import Supports, System, Verdict, judge
 from kvspec.testing.kit.axes import AXES, CLASSES
 from kvspec.testing.kit.guard import Guard
-from kvspec.testing.kit.judging import look
+from kvspec.testing.kit.judging import PROFILES, look
 from kvspec.testing.kit.must_cases import moves_nothing, must_cases
 from kvspec.testing.laws import KVSPEC, LAWS, Move
+
+# The cases of the profile "ci". What is found here need not be small.
+CI = attrs.evolve(PROFILES["ci"], shrinking=0.0)
 
 
 def by_count(case: Any, role: Any) -> Iterator[Move]:
@@ -45,7 +48,7 @@ def test_ci_finds_a_connector_that_pairs_replicas_by_count(max_tp: int) -> None:
     supports = Supports.only(kinds=["full"], max_tp=max_tp, equal_tp=False, tp_multiples=False,
                              even_heads=False)  # fmt: skip
     system = System(name="by count", moves=by_count, supports=supports)
-    report = judge(system, profile="ci", axes=["tp"], laws=LAWS[:1])
+    report = judge(system, profile=CI, axes=["tp"], laws=LAWS[:1])
     assert "producer with more ranks than heads" in {each.value for each in report.wrong}
 
 
@@ -201,7 +204,7 @@ def test_ci_finds_a_connector_that_is_wrong_in_one_class(name: str, fields: Any)
     axis, reached = CLASSES_OF_AXES[name]
     supports = Supports.only(**{"kinds": ["full"]} | fields)
     system = System(name=name, descriptors=forgetting(reached), supports=supports)
-    assert judge(system, profile="ci", axes=[axis], laws=LAWS[:1]).wrong
+    assert judge(system, profile=CI, axes=[axis], laws=LAWS[:1]).wrong
 
 
 def test_case_in_which_nothing_moves_is_not_exact() -> None:

@@ -19,7 +19,7 @@ from kvspec.testing.laws.release import Script, play
 from kvspec.testing.strategies import scripts
 
 Events = list[tuple[str, Any]]
-TINY = Profile("tiny", examples=1, each=4, everything=1, seconds=5.0, shrinking=5.0)
+TINY = Profile("tiny", examples=1, each=2, everything=1, seconds=5.0, shrinking=0.0)
 
 
 class Right:

@@ -42,8 +42,9 @@ from kvspec.testing.world import World
 NAMES, PAGES = LAWS[14], LAWS[15]
 NARROW = Supports.only(kinds=["full"], max_tp=4, equal_tp=False)
 CUT = attrs.evolve(NARROW, placements=True)
-# The draws of the profile, with less time to shrink what is wrong.
+# The draws of the profile, with little time or none to shrink what is wrong.
 CI = attrs.evolve(PROFILES["ci"], shrinking=1.0)
+UNSHRUNK = attrs.evolve(CI, shrinking=0.0)
 
 
 def storing(**answers: Callable[..., Any]) -> System:
@@ -93,7 +94,7 @@ def prefixes(seed: str, token_ids: Sequence[int], size: int) -> list[str]:
 
 
 def test_right_names_keep_law_15() -> None:
-    report = judge(storing(names=hashed), axes=["names"])
+    report = judge(storing(names=hashed), axes=["names"], profile=UNSHRUNK)
     assert not report.wrong
     assert {"revision", "salt", "media", "token_ids", "page_tokens", "dtype"} <= {
         judgement.value for judgement in report.judgements if judgement.exact
@@ -106,7 +107,7 @@ def test_ci_finds_each_field_that_is_missing_in_the_names(field: str) -> None:
     def names(*arguments: Any) -> list[bytes]:
         return hashed(*arguments, without=field)
 
-    report = judge(storing(names=names), axes=["names"])
+    report = judge(storing(names=names), axes=["names"], profile=UNSHRUNK)
     assert field in facts(report)
     assert all(field in fact for fact in facts(report))
 
@@ -115,10 +116,14 @@ def test_ci_finds_a_placement_that_is_missing_in_the_names() -> None:
     def names(*arguments: Any) -> list[bytes]:
         return hashed(*arguments, without="placement")
 
-    assert {"dtype", "scales_digest"} == facts(judge(storing(names=names), axes=["names"]))
+    assert {"dtype", "scales_digest"} == facts(
+        judge(storing(names=names), axes=["names"], profile=UNSHRUNK)
+    )
     whole = attrs.evolve(storing(names=names), supports=Supports())
     cuts = {"layout", "head_groups", "layer_ranges", "context_size"}
-    assert {"dtype", "scales_digest"} | cuts == facts(judge(whole, axes=["names"]))
+    assert {"dtype", "scales_digest"} | cuts == facts(
+        judge(whole, axes=["names"], profile=UNSHRUNK)
+    )
 
 
 def test_ci_finds_names_of_prefixes_that_miss_the_page_size() -> None:
@@ -130,7 +135,7 @@ def test_ci_finds_names_of_prefixes_that_miss_the_page_size() -> None:
         seed = f"{said}{spec.dtype}{spec.scales_digest}"
         return prefixes(seed, arguments[3], arguments[2].page_tokens)
 
-    assert {"page_tokens"} == facts(judge(storing(names=names), axes=["names"]))
+    assert {"page_tokens"} == facts(judge(storing(names=names), axes=["names"], profile=UNSHRUNK))
 
 
 def test_ci_finds_a_salt_that_only_the_first_name_depends_on() -> None:
@@ -139,7 +144,7 @@ def test_ci_finds_a_salt_that_only_the_first_name_depends_on() -> None:
     def names(*arguments: Any) -> list[bytes]:
         return hashed(*arguments, seeds_first_only=True)
 
-    report = judge(storing(names=names), axes=["names"])
+    report = judge(storing(names=names), axes=["names"], profile=UNSHRUNK)
     assert {"salt", "adapter", "revision", "token_ids"} <= facts(report)
 
 
@@ -149,7 +154,7 @@ def test_ci_finds_fields_that_are_joined_without_a_border() -> None:
         joined = "".join(texts) + repr((prompt.media, placement.digest))
         return prefixes(joined, token_ids, placement.page_tokens)
 
-    found = facts(judge(storing(names=names), axes=["names"]))
+    found = facts(judge(storing(names=names), axes=["names"], profile=UNSHRUNK))
     assert "weights and quantization" in found
     assert "salt" not in found
 
@@ -159,9 +164,13 @@ def test_ci_finds_names_that_depend_on_later_tokens_or_change() -> None:
         salted = attrs.evolve(prompt, salt=repr(token_ids))
         return hashed(model, salted, placement, token_ids)
 
-    assert {"length", "token_ids"} <= facts(judge(storing(names=names), axes=["names"]))
+    assert {"length", "token_ids"} <= facts(
+        judge(storing(names=names), axes=["names"], profile=UNSHRUNK)
+    )
     numbers = iter(range(10**9))
-    report = judge(storing(names=lambda *_: [f"{next(numbers)}", "x"]), axes=["names"])
+    report = judge(
+        storing(names=lambda *_: [f"{next(numbers)}", "x"]), axes=["names"], profile=UNSHRUNK
+    )
     assert "nothing" in facts(report)
 
 
@@ -173,13 +182,13 @@ def test_keys_of_one_page_are_all_compared() -> None:
         whole = hashed(model, prompt, placement, token_ids)
         return [(b"a" + one, b"b" + other) for one, other in zip(plain, whole, strict=True)]
 
-    assert {"salt"} == {fact for fact in facts(judge(storing(names=names), axes=["names"]))
-                        if " and " not in fact}  # fmt: skip
+    found = facts(judge(storing(names=names), axes=["names"], profile=UNSHRUNK))
+    assert {"salt"} == {fact for fact in found if " and " not in fact}
 
 
 @pytest.mark.parametrize("answer", [None, 5, [b"a"], [1.0, 2.0], [(None,), ("a",)], [[1], [2]]])
 def test_names_of_wrong_form_are_wrong(answer: Any) -> None:
-    report = judge(storing(names=lambda *_: answer), axes=["names"])
+    report = judge(storing(names=lambda *_: answer), axes=["names"], profile=UNSHRUNK)
     assert any(
         "names: expected" in each.wrong_case.fault for each in report.wrong if each.wrong_case
     )
@@ -192,7 +201,7 @@ def test_store_may_refuse_a_fact() -> None:
         return hashed(model, prompt, *rest)
 
     system = attrs.evolve(storing(names=names), refuses=(NotImplementedError,))
-    report = judge(system, axes=["names"])
+    report = judge(system, axes=["names"], profile=UNSHRUNK)
     assert not report.wrong
     # Other facts are judged in prompts with images, too, and in prompts without.
     never = {j.value for j in report.judgements if j.refused and not j.exact}
@@ -466,7 +475,7 @@ def test_reproduction_of_names_breaks_the_law() -> None:
     def names(*arguments: Any) -> list[bytes]:
         return hashed(*arguments, without="salt")
 
-    (wrong, *_) = judge(storing(names=names), axes=["names"]).wrong
+    (wrong, *_) = judge(storing(names=names), axes=["names"], profile=UNSHRUNK).wrong
     assert wrong.wrong_case is not None
     code = wrong.wrong_case.code.replace("system = ...  # your system", "")
     with pytest.raises(BrokenLawError):
@@ -481,9 +490,11 @@ def test_names_that_differ_in_another_process_are_wrong(
         from kvspec.testing.kit import Supports, System
 
         def names(model, prompt, placement, token_ids):
-            size, facts = placement.page_tokens, repr((model, prompt, placement))
-            ends = range(size, len(token_ids) + 1, size)
-            return [hash(f"{facts}{token_ids[:end]}") for end in ends]
+            size, before, named = placement.page_tokens, repr((model, prompt, placement)), []
+            for start in range(0, len(token_ids) - size + 1, size):
+                before = hash(f"{before}{token_ids[start : start + size]}")
+                named.append(before)
+            return named
 
         SYSTEM = System(
             name="hash", names=names, where="hashing_store:SYSTEM", supports=Supports.only()
@@ -492,7 +503,7 @@ def test_names_that_differ_in_another_process_are_wrong(
     (tmp_path / "hashing_store.py").write_text(dedent(code), encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     system = import_module("hashing_store").SYSTEM
-    assert {OTHER_PROCESS} == facts(judge(system, axes=["names"]))
+    assert {OTHER_PROCESS} == facts(judge(system, axes=["names"], profile=UNSHRUNK))
     other = attrs.evolve(system, names=hashed)
     pair = next(pair for pair in prompt_pairs() if pair.fact == OTHER_PROCESS)
     assert Verdict.NOT_JUDGED is look(Guard(other, 5.0), [NAMES], pair)[15][0]

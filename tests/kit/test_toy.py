@@ -12,6 +12,7 @@ import pytest
 from kvspec.testing.kit import Verdict, judge
 from kvspec.testing.kit.judging import Profile
 
+SMALL = Profile("small", examples=2, each=1, everything=4, seconds=30.0, shrinking=0.0)
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -38,8 +39,10 @@ def test_adapter_has_fewer_than_40_lines_of_code() -> None:
     assert len(code) < 40
 
 
-def test_toy_keeps_its_laws(system: Any) -> None:
-    report = judge(system)  # as its author does: fewer cases once missed copies that meet
+# As its author does at night, because fewer cases once missed copies that meet.
+@pytest.mark.parametrize("profile", [SMALL, pytest.param("ci", marks=pytest.mark.slow)])
+def test_toy_keeps_its_laws(system: Any, profile: Any) -> None:
+    report = judge(system, profile=profile)
     assert not report.wrong
     assert {"kinds", "tp", "layouts", "prefixes", "everything", ""} == {
         judgement.axis for judgement in report.judgements
@@ -52,7 +55,9 @@ def test_toy_keeps_its_laws(system: Any) -> None:
         for j in report.judgements
         if j.verdict is Verdict.NOT_JUDGED and j.words not in without_case
     }
-    assert {2, 7, 12, 13, 15, 16} == silent
+    # Few cases may contain none in which the elements of keys could have another order.
+    allowed = set() if profile == "ci" else {14}
+    assert {2, 7, 12, 13, 15, 16} == silent - allowed
 
 
 def test_reports_of_one_seed_are_equal(system: Any) -> None:

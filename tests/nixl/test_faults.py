@@ -153,7 +153,7 @@ with NixlRank(polled=True):
     assert (0, "hung up\n") == (done.returncode, done.stdout), done.stderr
 
 
-@pytest.mark.parametrize("tls", ["all", "tcp"])
+@pytest.mark.parametrize("tls", ["all", pytest.param("tcp", marks=pytest.mark.slow)])
 def test_interpreter_exits_cleanly_while_threads_wait(tls: str) -> None:
     """The ranks are closed before the interpreter, so the exit status is that of the script."""
     code = """

@@ -408,7 +408,7 @@ class Lane:
         return np.array_equal(self.expected[ids], self.side.blocks()[ids])
 
 
-@pytest.mark.parametrize("tls", ["all", "tcp"])
+@pytest.mark.parametrize("tls", ["all", pytest.param("tcp", marks=pytest.mark.slow)])
 def test_reads_from_failing_peers_end_without_wrong_bytes(
     tls: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -211,12 +211,15 @@ def interrupt(world: World, drawn: random.Random, moments: dict[Any, int]) -> bo
 
 
 @pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))]
+    ("seed", "number"),
+    [(0, 40), *(pytest.param(seed, 100, marks=pytest.mark.slow) for seed in range(5))],
 )
-def test_interrupted_session_is_closed_and_its_memory_can_be_used(world: World, seed: int) -> None:
-    """A hundred interrupts at random moments in `connect`, `load`, `poll` and `wait`."""
+def test_interrupted_session_is_closed_and_its_memory_can_be_used(
+    world: World, seed: int, number: int
+) -> None:
+    """Interrupts at random moments in `connect`, `load`, `poll` and `wait`."""
     drawn, moments, interrupts = random.Random(seed), dict[Any, int](), 0
-    while interrupts < 100:
+    while interrupts < number:
         if interrupt(world, drawn, moments):
             interrupts += 1
             if interrupts % 4 == 0:

@@ -19,6 +19,7 @@ LAYOUTS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC", "LBKHNC")
 PAGE, PAGES = 12, 2  # Tokens of a page, and pages of a prompt.
 
 
+@settings(max_examples=settings.default.max_examples // 2)
 @given(stored_cases())
 def test_two_hops_are_one_hop(case: StoredCase) -> None:
     assert two_hops(case) == []

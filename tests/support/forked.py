@@ -1,7 +1,7 @@
-"""Commands of kvspec in processes that are forked from one that has imported torch.
+"""Commands and ranks of kvspec in processes that are forked from one that has imported torch.
 
-An import of torch takes two seconds of a CPU. A test that starts many commands would spend most of
-its time on it.
+An import of torch takes two seconds of a CPU, and one of kvspec half a second. A test that starts
+many commands or ranks would spend most of its time on it.
 """
 
 from __future__ import annotations
@@ -10,8 +10,18 @@ import multiprocessing
 import os
 import runpy
 import signal
+import subprocess
 import sys
+from collections.abc import Callable, Sequence
+from multiprocessing.reduction import DupFd
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvspec.run import rank_client
+from kvspec.run.rank_server import main
+
+if TYPE_CHECKING:
+    import pytest
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["torch.distributed", "kvspec.run.launched", __name__])
@@ -66,3 +76,61 @@ class Forked:
     def kill(self) -> None:
         """End the process."""
         self.send_signal(signal.SIGKILL)
+
+
+class Descriptor:
+    """A file descriptor. The process that receives it has a number of its own for it."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __reduce__(self) -> tuple[Callable[..., int], tuple[Any]]:
+        return _received, (DupFd(self._number),)
+
+
+def _received(duplicate: Any) -> int:
+    return int(duplicate.detach())
+
+
+def serve(pipe: int, output: int, environment: dict[str, str]) -> None:
+    """Be a rank that its parent leads over *pipe*."""
+    os.environ.clear()
+    os.environ.update(environment)
+    for number in (1, 2):
+        os.dup2(output, number)
+    sys.argv = ["rank", str(pipe)]
+    main()
+
+
+class ForkedRank:
+    """The process of a rank, as the `subprocess.Popen` that `RankClient` starts."""
+
+    def __init__(
+        self, command: list[str], *, pass_fds: Sequence[int], env: dict[str, str], stdout: int,
+        **_: object,
+    ) -> None:  # fmt: skip
+        self._command = command
+        given = Descriptor(*pass_fds), Descriptor(stdout), env
+        self._process = FORKS.Process(target=serve, args=given, daemon=True)
+        self._process.start()
+
+    def kill(self) -> None:
+        """End the process."""
+        self._process.kill()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end of the process, and return its exit status."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(self._command, timeout or 0.0)
+        return self._process.exitcode
+
+
+def fork_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ranks be forked until the end of a test. They are processes of their own all the same."""
+
+    class Forking:
+        Popen, DEVNULL = ForkedRank, subprocess.DEVNULL
+        TimeoutExpired = subprocess.TimeoutExpired
+
+    monkeypatch.setattr(rank_client, "subprocess", Forking)

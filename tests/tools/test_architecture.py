@@ -169,8 +169,9 @@ def tree_of(module: str) -> ast.Module:
     return ast.parse(SOURCES[module].read_text(encoding="utf-8"))
 
 
-def imports_of(module: str) -> Iterator[Import]:
-    """Yield the imports of *module*."""
+@cache
+def imports_of(module: str) -> tuple[Import, ...]:
+    """Return the imports of *module*."""
 
     def walk(node: ast.AST, *, late: bool, typing: bool) -> Iterator[Import]:
         if isinstance(node, ast.Import):
@@ -185,10 +186,7 @@ def imports_of(module: str) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
             yield from walk(child, late=late, typing=typing or checked)
 
-    yield from walk(tree_of(module), late=False, typing=False)
-
-
-IMPORTS = {module: tuple(imports_of(module)) for module in SOURCES}
+    return tuple(walk(tree_of(module), late=False, typing=False))
 
 
 def top(name: str) -> str:
@@ -203,7 +201,7 @@ def folder_of(module: str) -> str:
 
 def own_imports(module: str) -> Iterator[str]:
     """Yield the modules of kvspec that *module* imports, also inside functions and for types."""
-    yield from (imported.name for imported in IMPORTS[module] if top(imported.name) == "kvspec")
+    yield from (imported.name for imported in imports_of(module) if top(imported.name) == "kvspec")
 
 
 def test_layers_place_every_folder_once() -> None:
@@ -249,7 +247,7 @@ def test_core_imports_no_effects() -> None:
         (module, imported.name)
         for module in SOURCES
         if folder_of(module) in CORE
-        for imported in IMPORTS[module]
+        for imported in imports_of(module)
         if top(imported.name) in EFFECTS and not imported.late and not imported.typing
     }
     # A digest reads the bytes of a cache at their address, without a copy.
@@ -269,7 +267,7 @@ def test_torch_is_imported_only_inside_functions() -> None:
     early = {
         module
         for module in SOURCES
-        for imported in IMPORTS[module]
+        for imported in imports_of(module)
         if top(imported.name) == "torch" and not imported.late and not imported.typing
     }
     assert set() == early
@@ -284,7 +282,7 @@ def test_only_the_agent_module_imports_nixl() -> None:
     importers = {
         module
         for module, path in SOURCES.items()
-        if any(top(imported.name).startswith("nixl") for imported in IMPORTS[module])
+        if any(top(imported.name).startswith("nixl") for imported in imports_of(module))
         or "import_module" in path.read_text(encoding="utf-8")
     }
     lazy = {"kvspec", "kvspec.adapters", "kvspec.analysis", "kvspec.check", "kvspec.testing"}
@@ -299,7 +297,7 @@ def test_session_loads_nothing_of_kvspec_nixl() -> None:
         (module, imported.name)
         for module in SOURCES
         if folder_of(module) == "session"
-        for imported in IMPORTS[module]
+        for imported in imports_of(module)
         if imported.name.startswith("kvspec.nixl") and not imported.typing
     ]
     assert [] == loaded

@@ -63,7 +63,7 @@ class Profile:
         each: Cases of each kind on the axis "kinds".
         everything: Cases of the axis "everything".
         seconds: Time limit of each question.
-        shrinking: Time limit of each shrink pass.
+        shrinking: Time limit of each shrink pass. 0: the first wrong case is reported as it is.
     """
 
     name: str
@@ -189,7 +189,8 @@ def judge_axis(
             found = tally.wrong.get(law.number)
             # A case without an answer does not shrink, since each try would take as long.
             if found is not None and law.number not in tally.stuck:
-                found = smallest(guard, law, draws, examples, seed, profile.shrinking) or found
+                if profile.shrinking:
+                    found = smallest(guard, law, draws, examples, seed, profile.shrinking) or found
                 found = _shortest(guard, law, *found)
             example = None if found is None else _wrong_case(guard, law, *found)
             judgements += tally.judgements(law, axis, example)
