@@ -363,11 +363,13 @@ class FileObjects:
         except IndexUnavailable:
             return sum(one.num_bytes for one in self.stored_objects())
 
-    def free_bytes(self, num_bytes: int) -> int:
+    def free_bytes(self, num_bytes: int, keep: int = 0) -> int:
         """Delete the pages that were not used for longest, and are not pinned.
 
         Args:
             num_bytes: Bytes of files to delete.
+            keep: Bytes that stay. If several processes delete at the same time, each would delete
+                the same number of bytes.
 
         Returns:
             The number of deleted objects.
@@ -384,7 +386,7 @@ class FileObjects:
                     self.inspect(key)
                     deleted.append(self._delete_file(key))
 
-        while (num_bytes := self._index.free_bytes(num_bytes, _MOST_FREED, delete)) > 0:
+        while (num_bytes := self._index.free_bytes(num_bytes, _MOST_FREED, delete, keep)) > 0:
             time.sleep(_PAUSE)
         return sum(deleted)
 
@@ -531,7 +533,8 @@ class FileObjects:
             for pause in (*_PAUSES, None):
                 excess = self._index.num_bytes() + num_bytes - self.limit
                 if excess > 0:  # A little more, so that not every write has to look for pages.
-                    self.free_bytes(excess + min(self.limit // 64, _MOST_SPARE))
+                    spare = min(self.limit // 64, _MOST_SPARE)
+                    self.free_bytes(excess + spare, self.limit - num_bytes - spare)
                     excess = self._index.num_bytes() + num_bytes - self.limit
                 if excess <= 0:
                     return

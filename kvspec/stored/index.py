@@ -250,7 +250,7 @@ class PageIndex:
                 _note(sql, pin[0])
 
     def free_bytes(
-        self, num_bytes: int, most_objects: int, delete: Callable[[bytes, str], None]
+        self, num_bytes: int, most_objects: int, delete: Callable[[bytes, str], None], keep: int = 0
     ) -> int:
         """Delete the pages that were not used for longest, without those that are pinned.
 
@@ -259,11 +259,13 @@ class PageIndex:
             most_objects: Objects after which no further page is deleted, because the index is
                 locked meanwhile.
             delete: Deletes the files of a page and its items, while no other process can add them.
+            keep: Bytes that stay. Other processes may have deleted pages for the same reason.
 
         Returns:
             The number of bytes that are left to delete, if there are such pages.
         """
         with self._changing() as sql:
+            num_bytes = min(num_bytes, self.num_bytes() - keep)
             now = time.time()
             _count_uses(sql, _HAS_ENDED, now, now + MAX_PIN)
             pins = [_checked(row, bytes)[0] for row in sql.execute("SELECT pages FROM pins")]

@@ -359,3 +359,26 @@ def test_a_lookup_does_not_wait_until_a_large_directory_is_read(
     assert has(store, [key(1), key(2)]) == [True, True]
     assert not store._index.incomplete()
     assert ended(process) == 0
+
+
+def test_processes_that_make_room_together_do_not_delete_each_for_itself(tmp_path: Path) -> None:
+    """After a limit was lowered, each of some processes finds the same bytes to delete."""
+    contents, total = ObjectContents.of_bytes(16), 1000
+    store = FileObjects(tmp_path)
+    payloads = [(key(page), memoryview(b"x" * 16)) for page in range(total)]
+    assert all(store.write_all(payloads, contents))
+    limit = store.num_bytes() * 7 // 10
+    waiting, begin = os.pipe()
+    children = []
+    for child in range(4):
+        children.append(os.fork())
+        if not children[-1]:
+            with in_child():
+                other = FileObjects(tmp_path, limit=limit)
+                os.close(begin)
+                os.read(waiting, 1)
+                assert other.write(key(total + child), memoryview(b"x" * 16), contents)
+    for descriptor in (begin, waiting):
+        os.close(descriptor)
+    assert [ended(child) for child in children] == [0] * 4
+    assert 0.9 * limit < store.num_bytes() <= limit
