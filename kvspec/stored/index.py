@@ -143,7 +143,8 @@ class PageIndex:
         self._usual: str | None = None  # The items of the page that was found last.
         # A child of fork must not close the connection of its parent, so it keeps the object.
         self._of_parents: list[sqlite3.Connection] = []
-        _INDEXES.add(self)
+        with _FORKING:  # A fork goes through all indexes.
+            _INDEXES.add(self)
 
     def incomplete(self) -> int:
         """Return when the index became incomplete, in nanoseconds, or 0 if it is complete."""
@@ -497,13 +498,31 @@ def _boot() -> int:
 
 
 def _before_fork() -> None:
-    """Close all indexes. Other threads wait, so that no lock is copied while it is held."""
-    _FORKING.acquire()
+    """Close all indexes. Other threads wait, so that no lock is copied while it is held.
+
+    Python prints an exception that is raised here, such as that of a signal, and forks. So it is
+    raised at the end.
+    """
+    interrupts = _acquire(_FORKING)
     for index in [*_INDEXES]:
-        index._lock.acquire()  # noqa: SLF001
+        interrupts += _acquire(index._lock)  # noqa: SLF001
         _CLOSED.append(index)
         if index._sql is None or not index._sql.in_transaction:  # noqa: SLF001
             index.close()
+    for interrupt in interrupts:
+        raise interrupt
+
+
+def _acquire(lock: Any) -> list[BaseException]:  # noqa: ANN401 - RLock is no type
+    """Acquire a lock. Return the exceptions of signals that came meanwhile."""
+    interrupts = list[BaseException]()
+    while True:
+        try:
+            lock.acquire()
+        except BaseException as interrupt:  # noqa: BLE001 - the caller raises it
+            interrupts.append(interrupt)
+        else:
+            return interrupts
 
 
 def _after_fork() -> None:

@@ -7,6 +7,7 @@ import shutil
 import signal
 import sqlite3
 import stat
+import sys
 import tempfile
 import threading
 import time
@@ -214,6 +215,76 @@ def test_a_fork_while_another_thread_uses_the_index_copies_no_lock(tmp_path: Pat
     thread.join()
     assert ended(process) == 0
     assert has(store, [key(1), key(2), key(3)]) == [True, False, True]
+
+
+def test_a_signal_while_a_fork_waits_for_the_index_copies_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An exception does not stop a fork that waits: Python prints it, and forks."""
+    store = FileObjects(tmp_path)
+    put(store, 1, 2)
+    begun, go_on, printed = threading.Event(), threading.Event(), list[object]()
+    monkeypatch.setattr(sys, "unraisablehook", lambda found: printed.append(found.exc_type))
+
+    def is_gone() -> bool:
+        begun.set()
+        go_on.wait(10)
+        return True
+
+    def interrupt(*_: object) -> None:
+        threading.Timer(0.2, go_on.set).start()
+        raise KeyboardInterrupt
+
+    page = bytes.fromhex(SPACE + key(2).page)
+    forget = (page, "full,tp0", is_gone, lambda items: len(items) - 1)
+    thread = threading.Thread(target=store._index.discard, args=forget)
+    thread.start()
+    begun.wait()
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        process = os.fork()
+        if not process:
+            with in_child():
+                assert has(store, [key(1), key(2)]) == [True, False]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    thread.join()
+    assert ended(process) == 0
+    assert printed == [KeyboardInterrupt]
+    assert has(store, [key(1), key(2)]) == [True, False]
+
+
+def test_a_fork_while_other_threads_open_indexes_closes_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    printed = list[object]()
+    monkeypatch.setattr(sys, "unraisablehook", lambda found: printed.append(found.exc_value))
+    stop = threading.Event()
+
+    def open_some() -> None:
+        while not stop.is_set():
+            some = [index.PageIndex(str(tmp_path), 0o700) for _ in range(100)]
+            some.clear()
+
+    threads = [threading.Thread(target=open_some) for _ in range(2)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in range(100):
+            process = os.fork()
+            if not process:
+                os._exit(0)
+            assert ended(process) == 0
+    finally:
+        stop.set()
+        sys.setswitchinterval(interval)
+        for thread in threads:
+            thread.join()
+    assert printed == []
 
 
 def test_the_group_can_use_the_index_whatever_the_umask_is(tmp_path: Path) -> None:
