@@ -34,7 +34,7 @@ import secrets
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
@@ -444,7 +444,12 @@ class FileObjects:
         with _named(path):
             try:
                 if path.rpartition("/")[0] not in self._safe:
-                    self._check_folder(os.path.dirname(path))
+                    try:
+                        self._check_folder(os.path.dirname(path))
+                    except StoreError:
+                        if key is not None:
+                            self._unlist(key, lambda: True)
+                        raise
                 descriptor = os.open(path, flags)
             except FileNotFoundError:
                 if key is not None:
@@ -554,7 +559,7 @@ class FileObjects:
 
     def _refresh(self) -> None:
         """Read the directory if the index is incomplete, and no other process does so."""
-        with suppress(IndexUnavailable, OSError):
+        with suppress(IndexUnavailable, OSError, StoreError):
             since = self._index.incomplete()
             if not since:
                 return
@@ -564,16 +569,32 @@ class FileObjects:
                 for name in self._index.keep_spaces(self._space_names):
                     for digits in range(256):
                         prefix = bytes.fromhex(name) + bytes([digits])
-                        self._index.replace(prefix, self._rows(name, digits))
+                        self._index.replace(prefix, self._readable_rows(name, digits))
                 self._index.completed(since)
             finally:
                 # A child that was forked meanwhile has the descriptor, too.
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
                 os.close(descriptor)
 
+    def _readable_rows(self, space: str, digits: int) -> Iterable[Row]:
+        """Return the rows of a folder. If it is unsafe, no page of it can be read."""
+        folder = f"{self.root}/{space}/{digits:02x}"
+        with suppress(FileNotFoundError):
+            try:
+                self._check_folder(folder)
+            except StoreError:
+                return ()
+            if not os.access(folder, os.R_OK | os.X_OK):
+                return ()
+        return self._rows(space, digits)
+
     def _rows(self, space: str, digits: int) -> Iterator[Row]:
         folder = f"{self.root}/{space}/{digits:02x}"
-        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as found:
+        with (
+            _named(folder),
+            suppress(FileNotFoundError, NotADirectoryError),
+            os.scandir(folder) as found,
+        ):
             for entry in found:
                 key = key_of(folder, entry.name)
                 if key is not None and entry.is_file(follow_symlinks=False):
