@@ -377,14 +377,19 @@ class FileObjects:
         self._check_writable()
         deleted = []
 
-        def delete(page: bytes, items: str) -> None:
+        def delete(page: bytes, items: str) -> bool:
+            gone = True
             for item in filter(None, items.split("/")):
                 group, _, chunk = map(unquote, item.partition(","))
                 key = ObjectKey(page[:32].hex(), page[32:].hex(), group, chunk)
-                # Another kind of file stays. A row of a damaged index may have no key.
-                with suppress(StoreError, SpecError):
+                try:
                     self.inspect(key)
                     deleted.append(self._delete_file(key))
+                except SpecError:  # A row of a damaged index may have no key.
+                    pass
+                except StoreError as error:  # Another kind of file stays.
+                    gone = gone and error.problem != "failed"
+            return gone
 
         while (num_bytes := self._index.free_bytes(num_bytes, _MOST_FREED, delete, keep)) > 0:
             time.sleep(_PAUSE)

@@ -251,7 +251,7 @@ class PageIndex:
                 _note(sql, pin[0])
 
     def free_bytes(
-        self, num_bytes: int, most_objects: int, delete: Callable[[bytes, str], None], keep: int = 0
+        self, num_bytes: int, most_objects: int, delete: Callable[[bytes, str], bool], keep: int = 0
     ) -> int:
         """Delete the pages that were not used for longest, without those that are pinned.
 
@@ -260,6 +260,7 @@ class PageIndex:
             most_objects: Objects after which no further page is deleted, because the index is
                 locked meanwhile.
             delete: Deletes the files of a page and its items, while no other process can add them.
+                Returns False if one stays that may be deleted later. Then the page stays, too.
             keep: Bytes that stay. Other processes may have deleted pages for the same reason.
 
         Returns:
@@ -282,9 +283,14 @@ class PageIndex:
                     num_bytes -= size
                     most_objects -= items.count("/") - 1
             oldest.close()
+            gone, left = list[tuple[bytes]](), list[tuple[int, bytes]]()
             for page, items in taken:
-                delete(page, items)
-            sql.executemany("DELETE FROM pages WHERE page = ?", [(page,) for page, _ in taken])
+                if delete(page, items):
+                    gone.append((page,))
+                else:  # Other pages are tried before it.
+                    left.append((time.time_ns(), page))
+            sql.executemany("DELETE FROM pages WHERE page = ?", gone)
+            sql.executemany("UPDATE pages SET used = ? WHERE page = ?", left)
             return 0 if most_objects > 0 else num_bytes
 
     def close(self) -> None:
