@@ -565,17 +565,17 @@ class FileObjects:
     def _refresh(self) -> None:
         """Read the directory if the index is incomplete, and no other process does so."""
         with suppress(IndexUnavailable, OSError, StoreError):
-            since = self._index.incomplete()
-            if not since:
+            if not self._index.incomplete():
                 return
             descriptor = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._index.begin()
                 for name in self._index.keep_spaces(self._space_names):
                     for digits in range(256):
                         prefix = bytes.fromhex(name) + bytes([digits])
                         self._index.replace(prefix, self._readable_rows(name, digits))
-                self._index.completed(since)
+                self._index.completed()
             finally:
                 # A child that was forked meanwhile has the descriptor, too.
                 fcntl.flock(descriptor, fcntl.LOCK_UN)

@@ -25,7 +25,8 @@ How it works:
     The database has a directory of its own. If it is corrupt, the directory is renamed, so that the
     files of SQLite stay together. The mark `index.stale` means that the directory must be read
     again. An index gets it if it cannot be changed, because another process holds its lock, if it
-    is new, or if the machine has started since: nothing waits until the index is on the disk.
+    is new, or if the machine has started since: nothing waits until the index is on the disk. The
+    mark is `index.reading` while the directory is read, so that a new mark is another one.
 
     SQLite keeps its locks by process, and a child of fork would take those of its parent for its
     own. So each index is closed before a fork, and opened again by the next call.
@@ -133,6 +134,7 @@ class PageIndex:
         self, root: str, mode: int, *, lock_seconds: float = 5.0, read_only: bool = False
     ) -> None:
         self._folder, self._stale = Path(root, INDEX), Path(root, "index.stale")
+        self._reading = Path(root, "index.reading")
         self._path = f"{self._folder}/pages.sqlite3"
         self._mode = mode
         self._lock_seconds = self._waits = lock_seconds
@@ -146,19 +148,20 @@ class PageIndex:
         with _FORKING:  # A fork goes through all indexes.
             _INDEXES.add(self)
 
-    def incomplete(self) -> int:
-        """Return when the index became incomplete, in nanoseconds, or 0 if it is complete."""
+    def incomplete(self) -> bool:
+        """Return whether the directory must be read again."""
         with self._open():  # It marks an index that is new or old.
             pass
-        try:
-            return self._stale.stat().st_mtime_ns or 1
-        except FileNotFoundError:
-            return 0
+        return os.path.lexists(self._stale) or os.path.lexists(self._reading)
 
-    def completed(self, since: int) -> None:
-        """Note that the directory was read, unless the index became incomplete after *since*."""
-        if self.incomplete() == since:
-            self._stale.unlink(missing_ok=True)
+    def begin(self) -> None:
+        """Note that this process reads the directory now. No other one may do so meanwhile."""
+        with suppress(FileNotFoundError):  # It is left of a process that was killed.
+            self._stale.rename(self._reading)
+
+    def completed(self) -> None:
+        """Note that the directory was read since `begin`. Later marks stay."""
+        self._reading.unlink(missing_ok=True)
 
     def add(self, rows: Iterable[Row]) -> None:
         """Note objects. An object that is known is noted once."""

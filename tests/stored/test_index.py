@@ -453,3 +453,32 @@ def test_processes_that_make_room_together_do_not_delete_each_for_itself(tmp_pat
         os.close(descriptor)
     assert [ended(child) for child in children] == [0] * 4
     assert 0.9 * limit < store.num_bytes() <= limit
+
+
+def test_an_index_that_misses_a_page_at_the_end_of_a_refresh_stays_incomplete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A writer that could not lock the index marks it just before a reader deletes the mark."""
+    store = FileObjects(tmp_path)
+    Path(store.root, "index.stale").touch()
+    unlink, late = Path.unlink, [1]
+
+    def put_and_unlink(path: Path, *, missing_ok: bool = False) -> None:
+        if path.name.startswith("index.") and late:
+            writer = FileObjects(tmp_path, read_only=True)
+            writer._read_only, writer._index = (
+                False,
+                index.PageIndex(writer.root, 0o700, lock_seconds=0),
+            )
+            with closing(sqlite3.connect(database(store.root), isolation_level=None)) as other:
+                other.execute("BEGIN IMMEDIATE")
+                put(writer, late.pop())
+                other.execute("ROLLBACK")
+        unlink(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", put_and_unlink)
+    for _ in range(2):
+        has(store, [key(1)])
+    assert not late
+    assert has(store, [key(1)]) == [True]
+    assert store.num_bytes() == FILE
