@@ -407,13 +407,20 @@ class PageIndex:
             with suppress(FileExistsError):
                 self._folder.mkdir(self._mode)
                 self._share(self._folder, self._mode)
-            with suppress(FileExistsError):
-                create = os.O_CREAT | os.O_EXCL | os.O_WRONLY
-                descriptor = os.open(self._path, create, self._mode & 0o666)
-                try:
-                    self._share(descriptor, self._mode & 0o666)
-                finally:
-                    os.close(descriptor)
+            # To close a file ends all locks of this process on it, also those of other threads.
+            # So the file has another name until it is closed.
+            new = f"{self._path}.{os.getpid()}-{time.time_ns()}"
+            create = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
+            descriptor = os.open(new, create, self._mode & 0o666)
+            try:
+                self._share(descriptor, self._mode & 0o666)
+            finally:
+                os.close(descriptor)
+            try:
+                with suppress(FileExistsError):
+                    os.link(new, self._path)
+            finally:
+                os.unlink(new)
         sql = sqlite3.connect(
             self._path, self._waits, isolation_level=None, check_same_thread=False
         )

@@ -7,6 +7,7 @@ import shutil
 import signal
 import sqlite3
 import stat
+import subprocess
 import sys
 import tempfile
 import threading
@@ -482,3 +483,35 @@ def test_an_index_that_misses_a_page_at_the_end_of_a_refresh_stays_incomplete(
     assert not late
     assert has(store, [key(1)]) == [True]
     assert store.num_bytes() == FILE
+
+
+def test_an_index_that_two_threads_make_keeps_its_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that closes any descriptor of a file loses all its locks on the file."""
+    store = FileObjects(tmp_path)
+    store.close()
+    shutil.rmtree(database(store.root).parent)
+    others, close = list[FileObjects](), os.close
+
+    def open_and_close(descriptor: int) -> None:
+        if "pages.sqlite3" in str(Path(f"/proc/self/fd/{descriptor}").readlink()) and not others:
+            others.append(store)
+            others[0] = FileObjects(tmp_path)
+            put(others[0], 1)
+        close(descriptor)
+
+    monkeypatch.setattr(os, "close", open_and_close)
+    store._index.incomplete()
+    monkeypatch.undo()
+    store.close()
+    # To a process that closes the index it would be the only one, so it would delete the log.
+    program = (
+        "import sys; from kvspec.stored import FileObjects; from tests.support.asked import put;"
+        "store = FileObjects(sys.argv[1]); put(store, 2); store.close()"
+    )
+    subprocess.run([sys.executable, "-c", program, tmp_path], check=True)  # noqa: S603
+    put(others[0], 3)
+    assert len([*database(store.root).parent.iterdir()]) == 3
+    reader = FileObjects(tmp_path)
+    assert has(reader, [key(1), key(2), key(3)]) == [True] * 3
