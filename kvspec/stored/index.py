@@ -238,6 +238,7 @@ class PageIndex:
         with self._changing() as sql:
             row = owner, time.time() + duration, pages
             sql.execute("INSERT OR REPLACE INTO pins VALUES (?, ?, ?)", row)
+            _count_old_uses(sql)  # A pin of a killed process is ended by nobody.
 
     def use(self, pages: bytes) -> None:
         """Note that *pages* of a prompt, from its first page on, are used now."""
@@ -465,6 +466,11 @@ def _note(sql: sqlite3.Connection, pages: bytes) -> None:
     """Keep the use of *pages* in a row, until `_count_uses`. Pins that have ended are uses, too."""
     row = checksum(pages).encode(), _ENDED, pages
     sql.execute("INSERT OR REPLACE INTO pins VALUES (?, ?, ?)", row)
+    _count_old_uses(sql)
+
+
+def _count_old_uses(sql: sqlite3.Connection) -> None:
+    """Count the oldest uses and ended pins if there are too many."""
     which, now = f"SELECT rowid, length(pages) FROM pins WHERE {_HAS_ENDED}", time.time()  # noqa: S608
     room = _MOST_NOTED
     ended = sql.execute(f"{which} ORDER BY rowid DESC", (now, now + MAX_PIN)).fetchall()

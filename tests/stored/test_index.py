@@ -361,6 +361,20 @@ def test_a_batch_of_small_objects_does_not_exceed_the_limit(limit: int, tmp_path
     assert limit // 2 <= store.num_bytes() <= limit
 
 
+def test_pins_that_nobody_ends_do_not_stay(tmp_path: Path) -> None:
+    store = FileObjects(tmp_path)
+    pages = [key(page).page for page in range(500)]
+    store.pin(SPACE, pages, "reader", 60)
+    for owner in range(300):
+        store.pin(SPACE, pages, f"killed {owner}", 0.001)
+    time.sleep(0.01)
+    store.pin(SPACE, pages, "other", 60)
+    with closing(sqlite3.connect(database(store.root))) as sql:
+        owners = [owner for (owner,) in sql.execute("SELECT owner FROM pins")]
+    assert {"reader", "other"} < {*owners}
+    assert len(owners) < 70
+
+
 def test_pins_of_killed_processes_do_not_stay_without_a_limit(tmp_path: Path) -> None:
     store = FileObjects(tmp_path)
     put(store, 1)
