@@ -89,6 +89,9 @@ _TEMPORARY = re.compile(r"\d+-[0-9a-f]{16}")
 _DAMAGED = re.compile(
     rf"(.+{re.escape(OBJECT_SUFFIX)})(?:\.[0-9a-f]{{8}})?{re.escape(DAMAGED)}", re.DOTALL
 )
+# The descriptors with the lock of a process that reads the directory. A child of fork has them,
+# too, and would keep the lock if its parent were killed.
+_READING: set[int] = set()
 _UNSAFE = {errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO, errno.ENOTDIR}
 
 
@@ -568,6 +571,7 @@ class FileObjects:
             if not self._index.incomplete():
                 return
             descriptor = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            _READING.add(descriptor)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 self._index.begin()
@@ -577,7 +581,8 @@ class FileObjects:
                         self._index.replace(prefix, self._readable_rows(name, digits))
                 self._index.completed()
             finally:
-                # A child that was forked meanwhile has the descriptor, too.
+                _READING.discard(descriptor)
+                # A child that is forked now has the descriptor, too.
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
                 os.close(descriptor)
 
@@ -746,3 +751,11 @@ def key_of(folder: str, name: str) -> ObjectKey | None:
         whole = f"{page},{_item(key.group, key.chunk)}{OBJECT_SUFFIX}"
         return key.checked() if whole == name and digits == page[:2] else None
     return None
+
+
+def _close_reading() -> None:
+    while _READING:
+        os.close(_READING.pop())
+
+
+os.register_at_fork(after_in_child=_close_reading)

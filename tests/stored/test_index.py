@@ -529,3 +529,40 @@ def test_an_index_that_two_threads_make_keeps_its_locks(
     assert len([*database(store.root).parent.iterdir()]) == 3
     reader = FileObjects(tmp_path)
     assert has(reader, [key(1), key(2), key(3)]) == [True] * 3
+
+
+def test_a_child_does_not_keep_the_lock_of_a_parent_that_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FileObjects(tmp_path)
+    put(store, 1)
+    forked, end = os.pipe()
+    process = os.fork()
+    if not process:
+        with in_child():
+            rows = FileObjects._rows
+
+            def wait(objects: FileObjects, space: str, digits: int) -> Iterator[Row]:
+                if digits:
+                    threading.Event().wait()
+                return rows(objects, space, digits)
+
+            monkeypatch.setattr(FileObjects, "_rows", wait)
+            Path(store.root, "index.stale").touch()
+            threading.Thread(target=store._refresh, daemon=True).start()
+            while not Path(store.root, "index.reading").exists():
+                time.sleep(0.01)
+            child = os.fork()
+            if not child:
+                with in_child():
+                    time.sleep(6)
+            os.write(end, str(child).encode())
+            os.kill(os.getpid(), signal.SIGKILL)
+    assert ended(process) == -signal.SIGKILL
+    child = int(os.read(forked, 20))
+    for descriptor in (forked, end):
+        os.close(descriptor)
+    assert store._index.incomplete()
+    assert has(store, [key(1)]) == [True]
+    assert not store._index.incomplete()
+    os.kill(child, signal.SIGKILL)
