@@ -385,13 +385,15 @@ class FileObjects:
             for item in filter(None, items.split("/")):
                 group, _, chunk = map(unquote, item.partition(","))
                 key = ObjectKey(page[:32].hex(), page[32:].hex(), group, chunk)
+                is_object = False
                 try:
                     self.inspect(key)
+                    is_object = True
                     deleted.append(self._delete_file(key))
                 except SpecError:  # A row of a damaged index may have no key.
                     pass
                 except StoreError as error:  # Another kind of file stays.
-                    gone = gone and error.problem != "failed"
+                    gone = gone and not is_object and error.problem != "failed"
             return gone
 
         while (num_bytes := self._index.free_bytes(num_bytes, _MOST_FREED, delete, keep)) > 0:

@@ -131,3 +131,21 @@ def test_pages_that_cannot_be_deleted_now_leave_later(
     assert store.free_bytes(total) == 5
     assert store.num_bytes() == 0
     assert not [*store.stored_objects()]
+
+
+def test_pages_that_may_not_be_deleted_count_for_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FileObjects(tmp_path)
+    put(store, 0, 1)
+    total, unlink = store.num_bytes(), os.unlink
+
+    def refuse(path: str) -> None:
+        if key(0).page in path:
+            raise PermissionError(errno.EPERM, "the file is immutable")
+        unlink(path)
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    assert store.free_bytes(total) == 1
+    assert store.num_bytes() == total // 2
+    assert has(store, [key(0), key(1)]) == [True, False]
