@@ -262,7 +262,7 @@ def prune(
                     wrong += error.problem != "damaged"  # It is a stray now.
                     _echo(error)
         if isinstance(objects, FileObjects) and most is not None:
-            deleted += objects.free_bytes(max(0, objects.num_bytes() - most))
+            deleted += objects.free_bytes(max(0, objects.num_bytes() - most), most)
         for name in objects.remove_strays():
             _echo(f"deleted {name}")
         left = objects.num_bytes()

@@ -34,7 +34,7 @@ import secrets
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
@@ -89,6 +89,9 @@ _TEMPORARY = re.compile(r"\d+-[0-9a-f]{16}")
 _DAMAGED = re.compile(
     rf"(.+{re.escape(OBJECT_SUFFIX)})(?:\.[0-9a-f]{{8}})?{re.escape(DAMAGED)}", re.DOTALL
 )
+# The descriptors with the lock of a process that reads the directory. A child of fork has them,
+# too, and would keep the lock if its parent were killed.
+_READING: set[int] = set()
 _UNSAFE = {errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO, errno.ENOTDIR}
 
 
@@ -363,11 +366,13 @@ class FileObjects:
         except IndexUnavailable:
             return sum(one.num_bytes for one in self.stored_objects())
 
-    def free_bytes(self, num_bytes: int) -> int:
+    def free_bytes(self, num_bytes: int, keep: int = 0) -> int:
         """Delete the pages that were not used for longest, and are not pinned.
 
         Args:
             num_bytes: Bytes of files to delete.
+            keep: Bytes that stay. If several processes delete at the same time, each would delete
+                the same number of bytes.
 
         Returns:
             The number of deleted objects.
@@ -375,16 +380,23 @@ class FileObjects:
         self._check_writable()
         deleted = []
 
-        def delete(page: bytes, items: str) -> None:
+        def delete(page: bytes, items: str) -> bool:
+            gone = True
             for item in filter(None, items.split("/")):
                 group, _, chunk = map(unquote, item.partition(","))
                 key = ObjectKey(page[:32].hex(), page[32:].hex(), group, chunk)
-                # Another kind of file stays. A row of a damaged index may have no key.
-                with suppress(StoreError, SpecError):
+                is_object = False
+                try:
                     self.inspect(key)
+                    is_object = True
                     deleted.append(self._delete_file(key))
+                except SpecError:  # A row of a damaged index may have no key.
+                    pass
+                except StoreError as error:  # Another kind of file stays.
+                    gone = gone and not is_object and error.problem != "failed"
+            return gone
 
-        while (num_bytes := self._index.free_bytes(num_bytes, _MOST_FREED, delete)) > 0:
+        while (num_bytes := self._index.free_bytes(num_bytes, _MOST_FREED, delete, keep)) > 0:
             time.sleep(_PAUSE)
         return sum(deleted)
 
@@ -442,7 +454,12 @@ class FileObjects:
         with _named(path):
             try:
                 if path.rpartition("/")[0] not in self._safe:
-                    self._check_folder(os.path.dirname(path))
+                    try:
+                        self._check_folder(os.path.dirname(path))
+                    except StoreError:
+                        if key is not None:
+                            self._unlist(key, lambda: True)
+                        raise
                 descriptor = os.open(path, flags)
             except FileNotFoundError:
                 if key is not None:
@@ -531,7 +548,8 @@ class FileObjects:
             for pause in (*_PAUSES, None):
                 excess = self._index.num_bytes() + num_bytes - self.limit
                 if excess > 0:  # A little more, so that not every write has to look for pages.
-                    self.free_bytes(excess + min(self.limit // 64, _MOST_SPARE))
+                    spare = min(self.limit // 64, _MOST_SPARE)
+                    self.free_bytes(excess + spare, self.limit - num_bytes - spare)
                     excess = self._index.num_bytes() + num_bytes - self.limit
                 if excess <= 0:
                     return
@@ -551,26 +569,44 @@ class FileObjects:
 
     def _refresh(self) -> None:
         """Read the directory if the index is incomplete, and no other process does so."""
-        with suppress(IndexUnavailable, OSError):
-            since = self._index.incomplete()
-            if not since:
+        with suppress(IndexUnavailable, OSError, StoreError):
+            if not self._index.incomplete():
                 return
             descriptor = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            _READING.add(descriptor)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._index.begin()
                 for name in self._index.keep_spaces(self._space_names):
                     for digits in range(256):
                         prefix = bytes.fromhex(name) + bytes([digits])
-                        self._index.replace(prefix, self._rows(name, digits))
-                self._index.completed(since)
+                        self._index.replace(prefix, self._readable_rows(name, digits))
+                self._index.completed()
             finally:
-                # A child that was forked meanwhile has the descriptor, too.
+                _READING.discard(descriptor)
+                # A child that is forked now has the descriptor, too.
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
                 os.close(descriptor)
 
+    def _readable_rows(self, space: str, digits: int) -> Iterable[Row]:
+        """Return the rows of a folder. If it is unsafe, no page of it can be read."""
+        folder = f"{self.root}/{space}/{digits:02x}"
+        with suppress(FileNotFoundError):
+            try:
+                self._check_folder(folder)
+            except StoreError:
+                return ()
+            if not os.access(folder, os.R_OK | os.X_OK):
+                return ()
+        return self._rows(space, digits)
+
     def _rows(self, space: str, digits: int) -> Iterator[Row]:
         folder = f"{self.root}/{space}/{digits:02x}"
-        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as found:
+        with (
+            _named(folder),
+            suppress(FileNotFoundError, NotADirectoryError),
+            os.scandir(folder) as found,
+        ):
             for entry in found:
                 key = key_of(folder, entry.name)
                 if key is not None and entry.is_file(follow_symlinks=False):
@@ -717,3 +753,11 @@ def key_of(folder: str, name: str) -> ObjectKey | None:
         whole = f"{page},{_item(key.group, key.chunk)}{OBJECT_SUFFIX}"
         return key.checked() if whole == name and digits == page[:2] else None
     return None
+
+
+def _close_reading() -> None:
+    while _READING:
+        os.close(_READING.pop())
+
+
+os.register_at_fork(after_in_child=_close_reading)

@@ -25,7 +25,8 @@ How it works:
     The database has a directory of its own. If it is corrupt, the directory is renamed, so that the
     files of SQLite stay together. The mark `index.stale` means that the directory must be read
     again. An index gets it if it cannot be changed, because another process holds its lock, if it
-    is new, or if the machine has started since: nothing waits until the index is on the disk.
+    is new, or if the machine has started since: nothing waits until the index is on the disk. The
+    mark is `index.reading` while the directory is read, so that a new mark is another one.
 
     SQLite keeps its locks by process, and a child of fork would take those of its parent for its
     own. So each index is closed before a fork, and opened again by the next call.
@@ -133,6 +134,7 @@ class PageIndex:
         self, root: str, mode: int, *, lock_seconds: float = 5.0, read_only: bool = False
     ) -> None:
         self._folder, self._stale = Path(root, INDEX), Path(root, "index.stale")
+        self._reading = Path(root, "index.reading")
         self._path = f"{self._folder}/pages.sqlite3"
         self._mode = mode
         self._lock_seconds = self._waits = lock_seconds
@@ -143,21 +145,23 @@ class PageIndex:
         self._usual: str | None = None  # The items of the page that was found last.
         # A child of fork must not close the connection of its parent, so it keeps the object.
         self._of_parents: list[sqlite3.Connection] = []
-        _INDEXES.add(self)
+        with _FORKING:  # A fork goes through all indexes.
+            _INDEXES.add(self)
 
-    def incomplete(self) -> int:
-        """Return when the index became incomplete, in nanoseconds, or 0 if it is complete."""
+    def incomplete(self) -> bool:
+        """Return whether the directory must be read again."""
         with self._open():  # It marks an index that is new or old.
             pass
-        try:
-            return self._stale.stat().st_mtime_ns or 1
-        except FileNotFoundError:
-            return 0
+        return os.path.lexists(self._stale) or os.path.lexists(self._reading)
 
-    def completed(self, since: int) -> None:
-        """Note that the directory was read, unless the index became incomplete after *since*."""
-        if self.incomplete() == since:
-            self._stale.unlink(missing_ok=True)
+    def begin(self) -> None:
+        """Note that this process reads the directory now. No other one may do so meanwhile."""
+        with suppress(FileNotFoundError):  # It is left of a process that was killed.
+            self._stale.rename(self._reading)
+
+    def completed(self) -> None:
+        """Note that the directory was read since `begin`. Later marks stay."""
+        self._reading.unlink(missing_ok=True)
 
     def add(self, rows: Iterable[Row]) -> None:
         """Note objects. An object that is known is noted once."""
@@ -234,6 +238,7 @@ class PageIndex:
         with self._changing() as sql:
             row = owner, time.time() + duration, pages
             sql.execute("INSERT OR REPLACE INTO pins VALUES (?, ?, ?)", row)
+            _count_old_uses(sql)  # A pin of a killed process is ended by nobody.
 
     def use(self, pages: bytes) -> None:
         """Note that *pages* of a prompt, from its first page on, are used now."""
@@ -250,7 +255,7 @@ class PageIndex:
                 _note(sql, pin[0])
 
     def free_bytes(
-        self, num_bytes: int, most_objects: int, delete: Callable[[bytes, str], None]
+        self, num_bytes: int, most_objects: int, delete: Callable[[bytes, str], bool], keep: int = 0
     ) -> int:
         """Delete the pages that were not used for longest, without those that are pinned.
 
@@ -259,11 +264,14 @@ class PageIndex:
             most_objects: Objects after which no further page is deleted, because the index is
                 locked meanwhile.
             delete: Deletes the files of a page and its items, while no other process can add them.
+                Returns False if one stays that may be deleted later. Then the page stays, too.
+            keep: Bytes that stay. Other processes may have deleted pages for the same reason.
 
         Returns:
             The number of bytes that are left to delete, if there are such pages.
         """
         with self._changing() as sql:
+            num_bytes = min(num_bytes, self.num_bytes() - keep)
             now = time.time()
             _count_uses(sql, _HAS_ENDED, now, now + MAX_PIN)
             pins = [_checked(row, bytes)[0] for row in sql.execute("SELECT pages FROM pins")]
@@ -279,9 +287,14 @@ class PageIndex:
                     num_bytes -= size
                     most_objects -= items.count("/") - 1
             oldest.close()
+            gone, left = list[tuple[bytes]](), list[tuple[int, bytes]]()
             for page, items in taken:
-                delete(page, items)
-            sql.executemany("DELETE FROM pages WHERE page = ?", [(page,) for page, _ in taken])
+                if delete(page, items):
+                    gone.append((page,))
+                else:  # Other pages are tried before it.
+                    left.append((time.time_ns(), page))
+            sql.executemany("DELETE FROM pages WHERE page = ?", gone)
+            sql.executemany("UPDATE pages SET used = ? WHERE page = ?", left)
             return 0 if most_objects > 0 else num_bytes
 
     def close(self) -> None:
@@ -395,13 +408,20 @@ class PageIndex:
             with suppress(FileExistsError):
                 self._folder.mkdir(self._mode)
                 self._share(self._folder, self._mode)
-            with suppress(FileExistsError):
-                create = os.O_CREAT | os.O_EXCL | os.O_WRONLY
-                descriptor = os.open(self._path, create, self._mode & 0o666)
-                try:
-                    self._share(descriptor, self._mode & 0o666)
-                finally:
-                    os.close(descriptor)
+            # To close a file ends all locks of this process on it, also those of other threads.
+            # So the file has another name until it is closed.
+            new = f"{self._path}.{os.getpid()}-{time.time_ns()}"
+            create = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
+            descriptor = os.open(new, create, self._mode & 0o666)
+            try:
+                self._share(descriptor, self._mode & 0o666)
+            finally:
+                os.close(descriptor)
+            try:
+                with suppress(FileExistsError):
+                    os.link(new, self._path)
+            finally:
+                os.unlink(new)
         sql = sqlite3.connect(
             self._path, self._waits, isolation_level=None, check_same_thread=False
         )
@@ -446,6 +466,11 @@ def _note(sql: sqlite3.Connection, pages: bytes) -> None:
     """Keep the use of *pages* in a row, until `_count_uses`. Pins that have ended are uses, too."""
     row = checksum(pages).encode(), _ENDED, pages
     sql.execute("INSERT OR REPLACE INTO pins VALUES (?, ?, ?)", row)
+    _count_old_uses(sql)
+
+
+def _count_old_uses(sql: sqlite3.Connection) -> None:
+    """Count the oldest uses and ended pins if there are too many."""
     which, now = f"SELECT rowid, length(pages) FROM pins WHERE {_HAS_ENDED}", time.time()  # noqa: S608
     room = _MOST_NOTED
     ended = sql.execute(f"{which} ORDER BY rowid DESC", (now, now + MAX_PIN)).fetchall()
@@ -495,13 +520,31 @@ def _boot() -> int:
 
 
 def _before_fork() -> None:
-    """Close all indexes. Other threads wait, so that no lock is copied while it is held."""
-    _FORKING.acquire()
+    """Close all indexes. Other threads wait, so that no lock is copied while it is held.
+
+    Python prints an exception that is raised here, such as that of a signal, and forks. So it is
+    raised at the end.
+    """
+    interrupts = _acquire(_FORKING)
     for index in [*_INDEXES]:
-        index._lock.acquire()  # noqa: SLF001
+        interrupts += _acquire(index._lock)  # noqa: SLF001
         _CLOSED.append(index)
         if index._sql is None or not index._sql.in_transaction:  # noqa: SLF001
             index.close()
+    for interrupt in interrupts:
+        raise interrupt
+
+
+def _acquire(lock: Any) -> list[BaseException]:  # noqa: ANN401 - RLock is no type
+    """Acquire a lock. Return the exceptions of signals that came meanwhile."""
+    interrupts = list[BaseException]()
+    while True:
+        try:
+            lock.acquire()
+        except BaseException as interrupt:  # noqa: BLE001 - the caller raises it
+            interrupts.append(interrupt)
+        else:
+            return interrupts
 
 
 def _after_fork() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import sqlite3
 import threading
@@ -104,3 +106,46 @@ def test_other_processes_use_the_index_while_many_pages_leave(tmp_path: Path) ->
     thread.join()
     assert len(sizes - {0, count * 4097}) >= 3
     assert not [*objects.stored_objects()]
+
+
+def test_pages_that_cannot_be_deleted_now_leave_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process has no descriptor left, so it cannot look whether a file is its own."""
+    store = FileObjects(tmp_path)
+    put(store, *range(6))
+    total = store.num_bytes()
+    opened, failing = os.open, [key(page).page for page in (0, 1, 2)]
+
+    def open_some(path: str, *arguments: int) -> int:
+        if any(page in path for page in failing):
+            raise OSError(errno.EMFILE, "too many open files")
+        return opened(path, *arguments)
+
+    monkeypatch.setattr(os, "open", open_some)
+    assert store.free_bytes(total // 3) == 0
+    assert store.num_bytes() == total
+    assert store.free_bytes(total // 3) == 1
+    assert store.num_bytes() == total // 6 * 5
+    failing.clear()
+    assert store.free_bytes(total) == 5
+    assert store.num_bytes() == 0
+    assert not [*store.stored_objects()]
+
+
+def test_pages_that_may_not_be_deleted_count_for_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FileObjects(tmp_path)
+    put(store, 0, 1)
+    total, unlink = store.num_bytes(), os.unlink
+
+    def refuse(path: str) -> None:
+        if key(0).page in path:
+            raise PermissionError(errno.EPERM, "the file is immutable")
+        unlink(path)
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    assert store.free_bytes(total) == 1
+    assert store.num_bytes() == total // 2
+    assert has(store, [key(0), key(1)]) == [True, False]

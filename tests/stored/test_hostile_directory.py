@@ -242,3 +242,31 @@ def test_a_store_that_is_opened_for_reading_changes_nothing(store: FileObjects) 
         assert "read_only" == caught.value.field
     objects.close()
     assert before == {path: path.lstat().st_mtime_ns for path in Path(store.root).rglob("*")}
+
+
+@pytest.mark.parametrize("kind", ["loop", "link", "shared"])
+def test_a_folder_that_is_unsafe_hides_no_other_pages(
+    store: FileObjects, kind: str, tmp_path: Path
+) -> None:
+    """A folder of pages is a link, or others may change it."""
+    other = ObjectKey(key(1).space, "ff" * 32, "full", "tp0")
+    store.write(other, payload(3), CONTENTS)
+    folder = Path(store._path(key(1))).parent
+    if kind == "shared":
+        folder.chmod(0o777)
+    else:
+        folder.rename(tmp_path / "elsewhere")
+        folder.symlink_to(folder if kind == "loop" else tmp_path / "elsewhere")
+    reader = FileObjects(tmp_path / "store")
+    for _ in range(2):
+        with pytest.raises(StoreError, match="unsafe"):
+            get(reader, 1)
+        assert has(reader, [key(1), other]) == [False, True]
+    for _ in range(2):
+        lose_index(reader)
+        reader = FileObjects(tmp_path / "store")
+        assert has(reader, [key(1), key(2), other]) == [False, False, True]
+        assert not reader._index.incomplete()
+    if kind == "loop":
+        with pytest.raises(StoreError, match="unsafe"):
+            next(reader.stored_objects())

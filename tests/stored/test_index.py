@@ -7,6 +7,8 @@ import shutil
 import signal
 import sqlite3
 import stat
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -216,6 +218,76 @@ def test_a_fork_while_another_thread_uses_the_index_copies_no_lock(tmp_path: Pat
     assert has(store, [key(1), key(2), key(3)]) == [True, False, True]
 
 
+def test_a_signal_while_a_fork_waits_for_the_index_copies_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An exception does not stop a fork that waits: Python prints it, and forks."""
+    store = FileObjects(tmp_path)
+    put(store, 1, 2)
+    begun, go_on, printed = threading.Event(), threading.Event(), list[object]()
+    monkeypatch.setattr(sys, "unraisablehook", lambda found: printed.append(found.exc_type))
+
+    def is_gone() -> bool:
+        begun.set()
+        go_on.wait(10)
+        return True
+
+    def interrupt(*_: object) -> None:
+        threading.Timer(0.2, go_on.set).start()
+        raise KeyboardInterrupt
+
+    page = bytes.fromhex(SPACE + key(2).page)
+    forget = (page, "full,tp0", is_gone, lambda items: len(items) - 1)
+    thread = threading.Thread(target=store._index.discard, args=forget)
+    thread.start()
+    begun.wait()
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        process = os.fork()
+        if not process:
+            with in_child():
+                assert has(store, [key(1), key(2)]) == [True, False]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    thread.join()
+    assert ended(process) == 0
+    assert printed == [KeyboardInterrupt]
+    assert has(store, [key(1), key(2)]) == [True, False]
+
+
+def test_a_fork_while_other_threads_open_indexes_closes_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    printed = list[object]()
+    monkeypatch.setattr(sys, "unraisablehook", lambda found: printed.append(found.exc_value))
+    stop = threading.Event()
+
+    def open_some() -> None:
+        while not stop.is_set():
+            some = [index.PageIndex(str(tmp_path), 0o700) for _ in range(100)]
+            some.clear()
+
+    threads = [threading.Thread(target=open_some) for _ in range(2)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in range(100):
+            process = os.fork()
+            if not process:
+                os._exit(0)
+            assert ended(process) == 0
+    finally:
+        stop.set()
+        sys.setswitchinterval(interval)
+        for thread in threads:
+            thread.join()
+    assert printed == []
+
+
 def test_the_group_can_use_the_index_whatever_the_umask_is(tmp_path: Path) -> None:
     before = os.umask(0o077)
     try:
@@ -289,6 +361,20 @@ def test_a_batch_of_small_objects_does_not_exceed_the_limit(limit: int, tmp_path
     assert limit // 2 <= store.num_bytes() <= limit
 
 
+def test_pins_that_nobody_ends_do_not_stay(tmp_path: Path) -> None:
+    store = FileObjects(tmp_path)
+    pages = [key(page).page for page in range(500)]
+    store.pin(SPACE, pages, "reader", 60)
+    for owner in range(300):
+        store.pin(SPACE, pages, f"killed {owner}", 0.001)
+    time.sleep(0.01)
+    store.pin(SPACE, pages, "other", 60)
+    with closing(sqlite3.connect(database(store.root))) as sql:
+        owners = [owner for (owner,) in sql.execute("SELECT owner FROM pins")]
+    assert {"reader", "other"} < {*owners}
+    assert len(owners) < 70
+
+
 def test_pins_of_killed_processes_do_not_stay_without_a_limit(tmp_path: Path) -> None:
     store = FileObjects(tmp_path)
     put(store, 1)
@@ -359,3 +445,124 @@ def test_a_lookup_does_not_wait_until_a_large_directory_is_read(
     assert has(store, [key(1), key(2)]) == [True, True]
     assert not store._index.incomplete()
     assert ended(process) == 0
+
+
+def test_processes_that_make_room_together_do_not_delete_each_for_itself(tmp_path: Path) -> None:
+    """After a limit was lowered, each of some processes finds the same bytes to delete."""
+    contents, total = ObjectContents.of_bytes(16), 1000
+    store = FileObjects(tmp_path)
+    payloads = [(key(page), memoryview(b"x" * 16)) for page in range(total)]
+    assert all(store.write_all(payloads, contents))
+    limit = store.num_bytes() * 7 // 10
+    waiting, begin = os.pipe()
+    children = []
+    for child in range(4):
+        children.append(os.fork())
+        if not children[-1]:
+            with in_child():
+                other = FileObjects(tmp_path, limit=limit)
+                os.close(begin)
+                os.read(waiting, 1)
+                assert other.write(key(total + child), memoryview(b"x" * 16), contents)
+    for descriptor in (begin, waiting):
+        os.close(descriptor)
+    assert [ended(child) for child in children] == [0] * 4
+    assert 0.9 * limit < store.num_bytes() <= limit
+
+
+def test_an_index_that_misses_a_page_at_the_end_of_a_refresh_stays_incomplete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A writer that could not lock the index marks it just before a reader deletes the mark."""
+    store = FileObjects(tmp_path)
+    Path(store.root, "index.stale").touch()
+    unlink, late = Path.unlink, [1]
+
+    def put_and_unlink(path: Path, *, missing_ok: bool = False) -> None:
+        if path.name.startswith("index.") and late:
+            writer = FileObjects(tmp_path, read_only=True)
+            writer._read_only, writer._index = (
+                False,
+                index.PageIndex(writer.root, 0o700, lock_seconds=0),
+            )
+            with closing(sqlite3.connect(database(store.root), isolation_level=None)) as other:
+                other.execute("BEGIN IMMEDIATE")
+                put(writer, late.pop())
+                other.execute("ROLLBACK")
+        unlink(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", put_and_unlink)
+    for _ in range(2):
+        has(store, [key(1)])
+    assert not late
+    assert has(store, [key(1)]) == [True]
+    assert store.num_bytes() == FILE
+
+
+def test_an_index_that_two_threads_make_keeps_its_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that closes any descriptor of a file loses all its locks on the file."""
+    store = FileObjects(tmp_path)
+    store.close()
+    shutil.rmtree(database(store.root).parent)
+    others, close = list[FileObjects](), os.close
+
+    def open_and_close(descriptor: int) -> None:
+        if "pages.sqlite3" in str(Path(f"/proc/self/fd/{descriptor}").readlink()) and not others:
+            others.append(store)
+            others[0] = FileObjects(tmp_path)
+            put(others[0], 1)
+        close(descriptor)
+
+    monkeypatch.setattr(os, "close", open_and_close)
+    store._index.incomplete()
+    monkeypatch.undo()
+    store.close()
+    # To a process that closes the index it would be the only one, so it would delete the log.
+    program = (
+        "import sys; from kvspec.stored import FileObjects; from tests.support.asked import put;"
+        "store = FileObjects(sys.argv[1]); put(store, 2); store.close()"
+    )
+    subprocess.run([sys.executable, "-c", program, tmp_path], check=True)  # noqa: S603
+    put(others[0], 3)
+    assert len([*database(store.root).parent.iterdir()]) == 3
+    reader = FileObjects(tmp_path)
+    assert has(reader, [key(1), key(2), key(3)]) == [True] * 3
+
+
+def test_a_child_does_not_keep_the_lock_of_a_parent_that_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FileObjects(tmp_path)
+    put(store, 1)
+    forked, end = os.pipe()
+    process = os.fork()
+    if not process:
+        with in_child():
+            rows = FileObjects._rows
+
+            def wait(objects: FileObjects, space: str, digits: int) -> Iterator[Row]:
+                if digits:
+                    threading.Event().wait()
+                return rows(objects, space, digits)
+
+            monkeypatch.setattr(FileObjects, "_rows", wait)
+            Path(store.root, "index.stale").touch()
+            threading.Thread(target=store._refresh, daemon=True).start()
+            while not Path(store.root, "index.reading").exists():
+                time.sleep(0.01)
+            child = os.fork()
+            if not child:
+                with in_child():
+                    time.sleep(6)
+            os.write(end, str(child).encode())
+            os.kill(os.getpid(), signal.SIGKILL)
+    assert ended(process) == -signal.SIGKILL
+    child = int(os.read(forked, 20))
+    for descriptor in (forked, end):
+        os.close(descriptor)
+    assert store._index.incomplete()
+    assert has(store, [key(1)]) == [True]
+    assert not store._index.incomplete()
+    os.kill(child, signal.SIGKILL)
