@@ -119,9 +119,9 @@ def ls(directory: str = DIRECTORY, owners: list[int] = OWNERS) -> None:
         console = printing.output()
         console.print(
             printing.table(
-                ("space", "model; placement", "pages", "objects", "files"),
+                ("space", "model; placement", "pages", "objects", "size"),
                 rows,
-                ("pages", "objects", "files"),
+                ("pages", "objects", "size"),
             )
         )
 
@@ -267,7 +267,7 @@ def prune(
             _echo(f"deleted {name}")
         left = objects.num_bytes()
         above = most is not None and left > most
-        why = ": the rest is pinned by engines, or not of kvspec" if above else ""
+        why = ": engines have pinned the rest, or it is not of kvspec" if above else ""
         typer.echo(f"deleted {counted(deleted, 'object')}, {nbytes(left)} left{why}")
     if wrong:
         raise typer.Exit(printing.WRONG)

@@ -485,7 +485,7 @@ class _TensorReader:
         # Several dimensions may be C, and they count once.
         actual = list(dict.fromkeys(letter for letter in by_stride if letter in layout_letters))
         if actual != [letter for letter in layout_letters if letter in actual]:
-            expected = f"strides in the order of layout {self.layout}, which the group may state"
+            expected = f"strides in the order of layout {self.layout}: a group may have its own"
             raise SpecError(f"{self.field}.stride", self.array.strides, expected)
 
     @cached_property

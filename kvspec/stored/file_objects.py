@@ -75,12 +75,14 @@ _MOST_WRITE = 1 << 30
 # Objects that are added to the index together. The index does not know those of a batch whose
 # writer is killed, and does not count their bytes, until they are written again.
 _MOST_NEW, _MOST_NEW_BYTES = 64, 1 << 22
-# Objects that leave together. More would lock the index for other processes for too long. They try
-# to lock it every 0.1 seconds at worst, so it is free for some of this time before the next pages.
-_MOST_FREED, _PAUSE = 200, 0.05
+# Pages leave in groups of about so many objects, because the index is locked meanwhile: 20,000
+# objects in one group locked it for 9 seconds. Other processes try to lock it at least every 0.1
+# seconds, so it stays free for half of this time after each group.
+_MOST_FREED, _FREE_SECONDS = 200, 0.05
 # A lookup pins all pages of its prompt for some milliseconds, so a writer waits for their room. It
 # tries only so often, because each time locks the index for others.
 _PAUSES = (0.05, 0.25)
+# A writer frees a 64th of the limit more than it needs, but at most so many bytes.
 _MOST_SPARE = 1 << 28
 # The first lookup waits so long while a large directory is read. The others do not wait.
 _REFRESH_SECONDS = 5.0
@@ -89,8 +91,8 @@ _TEMPORARY = re.compile(r"\d+-[0-9a-f]{16}")
 _DAMAGED = re.compile(
     rf"(.+{re.escape(OBJECT_SUFFIX)})(?:\.[0-9a-f]{{8}})?{re.escape(DAMAGED)}", re.DOTALL
 )
-# The descriptors with the lock of a process that reads the directory. A child of fork has them,
-# too, and would keep the lock if its parent were killed.
+# Descriptors that hold the lock of this process while it reads the directory. A child of fork gets
+# copies of them, and would keep the lock after its parent is killed. So it closes them.
 _READING: set[int] = set()
 _UNSAFE = {errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO, errno.ENOTDIR}
 
@@ -371,8 +373,8 @@ class FileObjects:
 
         Args:
             num_bytes: Bytes of files to delete.
-            keep: Bytes that stay. If several processes delete at the same time, each would delete
-                the same number of bytes.
+            keep: Bytes that stay at least, by the index. Pass it if several processes may delete at
+                the same time: each has computed *num_bytes* before the others deleted.
 
         Returns:
             The number of deleted objects.
@@ -397,7 +399,7 @@ class FileObjects:
             return gone
 
         while (num_bytes := self._index.free_bytes(num_bytes, _MOST_FREED, delete, keep)) > 0:
-            time.sleep(_PAUSE)
+            time.sleep(_FREE_SECONDS)
         return sum(deleted)
 
     def close(self) -> None:
@@ -667,7 +669,7 @@ class FileObjects:
             wanted = "a directory" if kind == stat.S_IFDIR else "a regular file"
             raise StoreError("unsafe", path, "type", stat.filemode(status.st_mode)[0], wanted)
         if status.st_uid not in (owners or self._owners):
-            wanted = f"one of the users {sorted(owners or self._owners)}: see `owners`"
+            wanted = f"one of the users {sorted(owners or self._owners)}: or pass it in `owners`"
             raise StoreError("unsafe", path, "owner", status.st_uid, wanted)
         if status.st_mode & forbidden:
             wanted = f"no permissions of {forbidden:#o}: chmod it"

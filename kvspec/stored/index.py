@@ -24,9 +24,10 @@ How it works:
 
     The database has a directory of its own. If it is corrupt, the directory is renamed, so that the
     files of SQLite stay together. The mark `index.stale` means that the directory must be read
-    again. An index gets it if it cannot be changed, because another process holds its lock, if it
-    is new, or if the machine has started since: nothing waits until the index is on the disk. The
-    mark is `index.reading` while the directory is read, so that a new mark is another one.
+    again. An index gets it if it is new, if it cannot be changed because another process holds its
+    lock, or if the machine has started since its last use: nothing waits until the index is on the
+    disk. While the directory is read, the mark has the name `index.reading`. So a mark that another
+    process makes meanwhile is a new file, and stays.
 
     SQLite keeps its locks by process, and a child of fork would take those of its parent for its
     own. So each index is closed before a fork, and opened again by the next call.
@@ -102,7 +103,7 @@ _MOST_NOTED, _LEAST_NOTED = 1 << 20, 1 << 14
 _HAS_ENDED = "(until < ? OR until > ?)"
 # The largest integer of SQLite.
 _MOST_USED = (1 << 63) - 1
-# SQLite tries again after at most 0.1 seconds.
+# The wait of a call after one that waited in vain. SQLite tries again every 0.1 seconds at worst.
 _IMPATIENT_SECONDS = 0.1
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
@@ -124,8 +125,8 @@ class PageIndex:
     Args:
         root: The directory of the store.
         mode: Permissions of the directory of the index.
-        lock_seconds: How long to wait for another process that changes the index. The calls behind
-            one that has waited in vain do not wait so long, until one of them succeeds.
+        lock_seconds: How long to wait for another process that changes the index. After a call that
+            waited in vain, the next calls wait at most 0.1 seconds, until one of them succeeds.
         read_only: Whether to change no file. SQLite writes even if it only reads, so the index is
             then unavailable.
     """
@@ -156,7 +157,7 @@ class PageIndex:
 
     def begin(self) -> None:
         """Note that this process reads the directory now. No other one may do so meanwhile."""
-        with suppress(FileNotFoundError):  # It is left of a process that was killed.
+        with suppress(FileNotFoundError):  # Only the mark of a killed reader is there.
             self._stale.rename(self._reading)
 
     def completed(self) -> None:
@@ -265,7 +266,7 @@ class PageIndex:
                 locked meanwhile.
             delete: Deletes the files of a page and its items, while no other process can add them.
                 Returns False if one stays that may be deleted later. Then the page stays, too.
-            keep: Bytes that stay. Other processes may have deleted pages for the same reason.
+            keep: Bytes that stay at least. Other processes may have deleted pages meanwhile.
 
         Returns:
             The number of bytes that are left to delete, if there are such pages.
@@ -511,7 +512,7 @@ def _split(pages: bytes) -> Iterator[bytes]:
 def _boot() -> int:
     """Return a number of this start of the machine, or 0 if it is not known.
 
-    SQLite keeps 32 bits with a sign of it.
+    SQLite keeps it in 32 bits with a sign, so it has 28 bits.
     """
     try:
         return int(Path(_BOOT_ID).read_text("ascii")[:7], 16)

@@ -332,7 +332,7 @@ def test_two_users_share_an_index() -> None:
 def test_a_file_that_changed_its_size_is_not_counted_twice(
     size: int | None, tmp_path: Path
 ) -> None:
-    """Of two objects of a page, one is deleted or damaged by hand, and written again."""
+    """Delete or damage one of the two objects of a page by hand, and write it again."""
     store = FileObjects(tmp_path)
     for chunk in ("tp0", "tp1"):
         assert store.write(key(1, chunk), payload(1), CONTENTS)

@@ -319,7 +319,7 @@ class Pages:
         known = first * self._settings.page_tokens
         try:
             self._loading.load(names, len(names), tables, cached_tokens=known)
-            # SGLang calls no `lookup`, which would note it.
+            # SGLang does not call `lookup`, whose `Hit.close` notes the use of the pages.
             self.store.objects.use(self.store.space, [*filter(None, names)])
         except LoadError as error:
             log.warning("%s", error)
@@ -352,7 +352,8 @@ class Pages:
     ) -> tuple[int, list[str], dict[str, BlockTable]]:
         """Return the first stored page, the names of the prompt from its start, and the table.
 
-        Pages before the first one whose names are not known any more are named "".
+        The pages before the first one are named "" if SGLang does not pass all their keys, or if
+        their names are forgotten. Only their use is then not noted.
         """
         first, size = found[0].first, self.mem_pool_host.page_size
         before = self.hashes.run(getattr(extra_info, "prefix_keys", None) or ())
